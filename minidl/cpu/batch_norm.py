@@ -34,8 +34,8 @@ __all__ = [
 ]
 
 
-def batch_norm_stats(x: Array) -> Array:
-    """Statistics of ``x`` (..., C) over all but the last axis.
+def batch_norm_stats(x: Array, *, finish: bool = True) -> Array:
+    """Statistics of ``x`` (..., C) over all but the last axis; ``finish`` is for GPUs, where merging takes a kernel.
 
     Returns:
         (1 + 2C,) float64: the count, C means, C sums of squared deviations from them; zeros when ``x`` is empty.
@@ -75,7 +75,7 @@ def batch_norm_finalize(
 
 
 def batch_norm_merge(stats: Array) -> Array:
-    """Statistics of ``conv2d_stats`` as `batch_norm_stats` has them, which they are here."""
+    """Statistics that were left unfinished as `batch_norm_stats` has them, which they are here."""
     return stats
 
 

@@ -122,7 +122,7 @@ class BatchNorm2d(AffineNorm):
             text = f"training needs more than one value per channel, got x of shape {x.shape}"
             raise checks.impossible(self.name, text, "use a larger batch or evaluation mode")
         if stats is None:
-            stats = self.ops.batch_norm_stats(x)
+            stats = self.ops.batch_norm_stats(x, finish=False)
         if self._joined is not None:
             stats = self._joined.all_gather(self.ops.batch_norm_merge(stats))
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)

@@ -40,7 +40,7 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_stats
+from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
 from minidl.precision import float32
@@ -119,8 +119,8 @@ def conv2d_stats(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True, out=out)
     if stats is None:
-        return y, batch_norm_stats(y)
-    return y, stats.statistics() if finish else stats
+        return y, batch_norm_stats(y, finish=finish)
+    return y, batch_norm_merge(stats) if finish else stats
 
 
 def _forward(

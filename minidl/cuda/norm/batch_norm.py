@@ -11,11 +11,11 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda.activation import struct_of
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
+from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
@@ -92,8 +92,11 @@ def cut_rows(
     return Chunks((chunks, tiles), (threads, lanes), shared, chunks, chunk_rows, argument)
 
 
-def batch_norm_stats(x: Any) -> Any:
-    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64."""
+def batch_norm_stats(x: Any, *, finish: bool = True) -> Any:
+    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64.
+
+    Without ``finish`` as they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
+    """
     code = dtype_code(x, "batch_norm_stats")
     x = as_rows(x)
     count, channels, pitch = rows(x)
@@ -101,15 +104,13 @@ def batch_norm_stats(x: Any) -> Any:
     cut = cut_rows(count, channels, x.itemsize, vec, pitch)
     mean = empty((cut.chunks, channels), np.float64)
     squares = empty((cut.chunks, channels), float32)
-    stats = empty(1 + 2 * channels, np.float64)
     defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    sizes = ints(count, cut.chunk_rows)
-    merge_lanes("batch_norm_merge", "batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, *sizes)
-    return stats
+    parts = Parts(mean, count, squares, cut.chunk_rows)
+    return parts.merged() if finish else parts
 
 
 def batch_norm_finalize(
@@ -117,7 +118,7 @@ def batch_norm_finalize(
 ) -> tuple[Any, Any]:
     """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
 
-    Statistics that ``conv2d_stats`` left unfinished are taken, too.
+    Statistics that ``batch_norm_stats`` or ``conv2d_stats`` left unfinished are taken, too.
 
     Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
     unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
@@ -126,8 +127,8 @@ def batch_norm_finalize(
         moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
         count: (1,) float64.
     """
-    if isinstance(stats, Sums):
-        _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
+    if isinstance(stats, Parts):
+        _check_parameters(stats.channels, running_mean=running_mean, running_var=running_var)
         return stats.finalize(eps, running_mean, running_var, momentum)
     assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
@@ -136,16 +137,16 @@ def batch_norm_finalize(
     moments = empty((2, channels), float32)
     count = empty(1, np.float64)
     launch(
-        "batch_norm_merge", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
+        "batch_norm_moments", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
-        *ints(parts, channels), defines={"MERGE": FEW_LANES},
+        *ints(parts, channels),
     )  # fmt: skip
     return moments, count
 
 
 def batch_norm_merge(stats: Any) -> Any:
-    """Statistics that ``conv2d_stats`` left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
-    return stats.statistics() if isinstance(stats, Sums) else stats
+    """Statistics that were left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
+    return stats.merged() if isinstance(stats, Parts) else stats
 
 
 def batch_norm_concat(parts: Sequence[Any]) -> Any:
@@ -156,8 +157,8 @@ def batch_norm_concat(parts: Sequence[Any]) -> Any:
         first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
         both = empty(1 + 2 * channels, np.float64)
         launch(
-            "batch_norm_merge", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
-            stats, part, both, int32(first), int32(channels), defines={"MERGE": FEW_LANES},
+            "batch_norm_moments", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
+            stats, part, both, int32(first), int32(channels),
         )  # fmt: skip
         stats = both
     return stats
@@ -169,8 +170,8 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
     moments = empty((2, channels), float32)
     launch(
-        "batch_norm_merge", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), int32(channels), defines={"MERGE": FEW_LANES},
+        "batch_norm_moments", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
+        running_mean, running_var, moments, np.float64(eps), int32(channels),
     )  # fmt: skip
     return moments
 
@@ -353,13 +354,13 @@ def batch_norm_backward_sums(
     """What `batch_norm_backward_stats` returns and writes, from the parts that ``conv2d_backward_data_masked`` left.
 
     Args:
-        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``, added up in their order.
+        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``.
     """
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
     args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
-    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args)
+    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args, SUMS=1)
     return sums
 
 

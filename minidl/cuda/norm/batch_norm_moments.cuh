@@ -2,19 +2,27 @@
 #pragma once
 #include "common.cuh"
 
+// Running statistics of a channel: (C,) each or null, updated in place, the variance with the unbiased one. They are read
+// when this is made, long before they are needed.
 struct Running {
-    float *mean, *variance;  // (C,) or null; updated in place, the variance with the unbiased one
-    double momentum;
-};
+    float *mean, *variance;
+    double momentum, old_mean, old_variance;
 
-DEVICE void finalize(double count, double mean, double m2, float* __restrict__ moments, const Running& running, double eps,
-                     int channel, int channels) {
-    const double variance = count > 0.0 ? m2 / count : 0.0;
-    moments[channel] = float(mean);
-    moments[channels + channel] = float(1.0 / sqrt(variance + eps));
-    if (count == 0.0) return;
-    const double unbiased = count > 1.0 ? m2 / (count - 1.0) : variance, momentum = running.momentum;
-    if (running.mean) running.mean[channel] = float((1.0 - momentum) * running.mean[channel] + momentum * mean);
-    if (running.variance)
-        running.variance[channel] = float((1.0 - momentum) * running.variance[channel] + momentum * unbiased);
-}
+    // Of a channel, or of none below zero.
+    __device__ __forceinline__ Running(float* mean, float* variance, double momentum, int channel)
+        : mean(mean), variance(variance), momentum(momentum) {
+        old_mean = mean && channel >= 0 ? mean[channel] : 0.0f;
+        old_variance = variance && channel >= 0 ? variance[channel] : 0.0f;
+    }
+
+    __device__ __forceinline__ void finalize(double count, double batch_mean, double m2, float* __restrict__ moments,
+                                             double eps, int channel, int channels) const {
+        const double biased = count > 0.0 ? m2 / count : 0.0;
+        moments[channel] = float(batch_mean);
+        moments[channels + channel] = float(1.0 / sqrt(biased + eps));
+        if (count == 0.0) return;
+        const double unbiased = count > 1.0 ? m2 / (count - 1.0) : biased;
+        if (mean) mean[channel] = float((1.0 - momentum) * old_mean + momentum * batch_mean);
+        if (variance) variance[channel] = float((1.0 - momentum) * old_variance + momentum * unbiased);
+    }
+};
