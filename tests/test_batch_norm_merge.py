@@ -15,7 +15,7 @@ from minidl.precision import float32
 from tests.tolerance import assert_close
 
 EPS = 1e-5
-# Around the numbers at which a block has more lanes, and a cluster takes over; some loads of a lane, and a part of them.
+# Around the numbers at which a block has more lanes, and a cluster takes over; some loads of a lane, and parts of one.
 COUNTS = [1, 31, 33, 256, 257, 1024, 1025, 8192, 8195, 20_001]
 CHANNELS = [1, 7, 8, 13, 64, 300]
 
