@@ -200,22 +200,22 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
                         u8* __restrict__ signs, float a, int channels, Walk walk) {
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
-    float mean[VEC], scale[VEC], shift[VEC];
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-    float add_mean[VEC] = {}, add_scale[VEC] = {};
-    if (ADD == 2) {
-        float add_shift[VEC];
-        load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_mean, add_scale, add_shift);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
-    }
-
+    float mean[VEC], scale[VEC], shift[VEC], add_mean[VEC] = {}, add_scale[VEC] = {};
     Raw<T, VEC> raw[UNROLL], more[ADD ? UNROLL : 1];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, true>(
         at,
         [&](int u, int row) {
             raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel);
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[2]) + at.channel);
+        },
+        [&] {
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
+            if (ADD == 2) {
+                float add_shift[VEC];
+                load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_mean, add_scale, add_shift);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
+            }
         },
         [&](int u, int row) {
             float v[VEC], z[VEC] = {};
@@ -342,25 +342,27 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
-    if (BATCH) {
-        load(moments + channels + at.channel, scale);
-        const float inverse = float(1.0 / *count);
-        const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel), dy_xhat = load_raw<VEC>(sums + channels + at.channel);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-            level[i] = float(dy_sum.items[i]) * inverse;
-            slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
-        }
-    }
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, !(ADD && BATCH && MASK)>(
         at,
         [&](int u, int row) {
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
             if (BATCH || MASK) raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[2]) + at.channel);
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
+        },
+        [&] {
+            if (BATCH) {
+                load(moments + channels + at.channel, scale);
+                const float inverse = inverse_of(*count);
+                const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel);
+                const Raw<double, VEC> dy_xhat = load_raw<VEC>(sums + channels + at.channel);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) {
+                    level[i] = float(dy_sum.items[i]) * inverse;
+                    slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
+                }
+            }
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
         },
         [&](int u, int row) {
             float g[VEC], v[VEC] = {}, z[VEC] = {};
