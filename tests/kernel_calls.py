@@ -83,6 +83,9 @@ def call_batch_norm() -> None:
                 for known in ((sums, count), (None, None)):
                     ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, *known, add=add)
             ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
+            assert (
+                ops.batch_norm_backward_apply_stats(x, x, moments, gamma, sums, count, x, moments)[0].shape == x.shape
+            )
             ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
             ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
             for other in ({}, {"add_moments": moments, "add_gamma": gamma, "add_beta": beta}):

@@ -146,7 +146,7 @@ def test_a_transposed_convolution_masks_the_gradient_that_it_alone_gives(cpu_ops
 def test_statistics_of_a_concatenation_are_taken_once(cpu_ops, monkeypatch):
     """Of the block's first part, once for itself and once for the concatenations; of what is added, by convolutions."""
     taken, own = [], cpu_ops.batch_norm_stats
-    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x: taken.append(x.shape[-1]) or own(x))
+    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x, **o: taken.append(x.shape[-1]) or own(x))
     run(fused(dense, "statistics", cpu_ops), steps=1)
     assert sorted(taken) == [16] * 4
     taken.clear()

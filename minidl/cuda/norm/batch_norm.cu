@@ -238,6 +238,42 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 #endif
 
 // ----------------------------------------------------------------------------------------------- backward: statistics
+#if defined(BACKWARD_STATS) || defined(BACKWARD_APPLY_STATS)
+
+// What this thread has summed, added up over the lanes and left as its chunk's: partial (chunks, 2, C).
+DEVICE void leave_sums(const float (&sum)[VEC], const float (&product)[VEC], float* __restrict__ partial, const Chunks& cut) {
+    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
+    float* lane_sum = lanes;  // [lane][channel of the tile]
+    float* lane_product = lane_sum + blockDim.y * width;
+    store(lane_sum + slot, sum);
+    store(lane_product + slot, product);
+    __syncthreads();
+    const Stretch part(width);
+    float s = 0.0f, p = 0.0f;
+    if (part.inside)
+#pragma unroll
+        for (int lane = 0; lane < STRETCH; ++lane) {
+            s += lane_sum[(part.lane + lane) * width + part.column];
+            p += lane_product[(part.lane + lane) * width + part.column];
+        }
+    __syncthreads();
+    if (part.inside) {
+        lane_sum[part.index] = s;
+        lane_product[part.index] = p;
+    }
+    __syncthreads();
+    const int channel = blockIdx.y * width + part.column;
+    if (part.lane > 0 || channel >= cut.channels) return;
+    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
+        s += lane_sum[i];
+        p += lane_product[i];
+    }
+    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
+    to[0] = s;
+    to[cut.channels] = p;
+}
+
+#endif
 #if defined(BACKWARD_STATS)
 
 // partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
@@ -254,10 +290,6 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
                                  const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
                                  Chunks cut) {
-    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
-    float* lane_sum = lanes;  // [lane][channel of the tile]
-    float* lane_product = lane_sum + blockDim.y * width;
-
     const Share at = chunk_share(cut, UNROLL);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
     if (at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
@@ -291,37 +323,28 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             if (MASK >= 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
         });
 
-    store(lane_sum + slot, sum);
-    store(lane_product + slot, product);
-    __syncthreads();
-    const Stretch part(width);
-    float s = 0.0f, p = 0.0f;
-    if (part.inside)
-#pragma unroll
-        for (int lane = 0; lane < STRETCH; ++lane) {
-            s += lane_sum[(part.lane + lane) * width + part.column];
-            p += lane_product[(part.lane + lane) * width + part.column];
-        }
-    __syncthreads();
-    if (part.inside) {
-        lane_sum[part.index] = s;
-        lane_product[part.index] = p;
-    }
-    __syncthreads();
-    const int channel = blockIdx.y * width + part.column;
-    if (part.lane > 0 || channel >= cut.channels) return;
-    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
-        s += lane_sum[i];
-        p += lane_product[i];
-    }
-    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
-    to[0] = s;
-    to[cut.channels] = p;
+    leave_sums(sum, product, partial, cut);
 }
 
 #endif
 
 // ---------------------------------------------------------------------------------------------------- backward: apply
+#if defined(BACKWARD_APPLY) || defined(BACKWARD_APPLY_STATS)
+
+// What is taken off the gradient of VEC channels: level + (x - mean)*slope.
+DEVICE void load_sums(const float* moments, const double* sums, const double* count, int channels, int channel,
+                      float (&level)[VEC], float (&slope)[VEC]) {
+    load(moments + channels + channel, slope);  // rstd
+    const float inverse = inverse_of(*count);
+    const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel), dy_xhat = load_raw<VEC>(sums + channels + channel);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+        level[i] = float(dy_sum.items[i]) * inverse;
+        slope[i] *= float(dy_xhat.items[i]) * inverse;
+    }
+}
+
+#endif
 #if defined(BACKWARD_APPLY)
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
@@ -343,7 +366,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
-    for_rows_prepared<UNROLL, !(ADD && BATCH && MASK)>(
+    for_rows_prepared<UNROLL, !(BATCH && MASK && (ADD || NAMED))>(
         at,
         [&](int u, int row) {
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
@@ -351,17 +374,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
         },
         [&] {
-            if (BATCH) {
-                load(moments + channels + at.channel, scale);
-                const float inverse = inverse_of(*count);
-                const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel);
-                const Raw<double, VEC> dy_xhat = load_raw<VEC>(sums + channels + at.channel);
-#pragma unroll
-                for (int i = 0; i < VEC; ++i) {
-                    level[i] = float(dy_sum.items[i]) * inverse;
-                    slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
-                }
-            }
+            if (BATCH) load_sums(moments, sums, count, channels, at.channel, level, slope);
             load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
         },
         [&](int u, int row) {
@@ -378,6 +391,55 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             }
             store(dx + row_offset(row, walk.pitch[1]) + at.channel, g);
         });
+}
+
+#endif
+
+// ------------------------------------------------------- backward: apply, and the statistics of another over the same dy
+#if defined(BACKWARD_APPLY_STATS)
+
+// dx as of batch_norm_backward_apply_kernel, dense; and for a batch norm of `other`, the other summand of a sum whose gradient
+// dy is, what batch_norm_backward_stats_kernel leaves of chunks. Pitches: of x, dy, other.
+extern "C" __global__ void __launch_bounds__(256, 2)
+batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
+                                       const float* __restrict__ gamma, const double* __restrict__ sums,
+                                       const double* __restrict__ count, const T* __restrict__ other,
+                                       const float* __restrict__ other_moments, T* __restrict__ dx,
+                                       float* __restrict__ partial, Chunks cut) {
+    const Share at = chunk_share(cut, UNROLL);
+    float mean[VEC] = {}, scale[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, other_mean[VEC] = {};
+    float sum[VEC] = {}, product[VEC] = {};
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_other[UNROLL];
+    if (at.row < at.rows)
+        for_rows_prepared<UNROLL, true>(
+            at,
+            [&](int u, int row) {
+                raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
+                raw_x[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel);
+                raw_other[u] = load_raw<VEC>(other + row_offset(row, cut.pitch[2]) + at.channel);
+            },
+            [&] {
+                float shift[VEC];
+                load(other_moments + at.channel, other_mean);
+                load_sums(moments, sums, count, cut.channels, at.channel, level, slope);
+                load_affine(moments, gamma, nullptr, cut.channels, at.channel, mean, scale, shift);
+            },
+            [&](int u, int row) {
+                float g[VEC], v[VEC], w[VEC];
+                unpack(raw_dy[u], g);
+                unpack(raw_x[u], v);
+                unpack(raw_other[u], w);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) {
+                    sum[i] += g[i];
+                    product[i] = fmaf(g[i], w[i] - other_mean[i], product[i]);
+                    v[i] -= mean[i];
+                    g[i] -= fmaf(v[i], slope[i], level[i]);
+                    g[i] = fmaf(g[i], scale[i], 0.0f);
+                }
+                store(dx + row_offset(row, cut.channels) + at.channel, g);
+            });
+    leave_sums(sum, product, partial, cut);
 }
 
 #endif

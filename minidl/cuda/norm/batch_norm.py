@@ -16,7 +16,7 @@ from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
 from minidl.cuda.norm.statistics import Parts
-from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, spans, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
+    "batch_norm_backward_apply_stats",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_concat",
@@ -40,6 +41,7 @@ THREADS = 256
 # Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
 # Part of the cut, hence of the result's bits.
 TARGET_BLOCKS = 396
+PAIR_BLOCKS = 264  # of the kernel that takes two batch norms at once, of which two fit
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
@@ -63,9 +65,16 @@ _ARGUMENT = np.dtype(
 
 @functools.lru_cache(maxsize=4096)
 def cut_rows(
-    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0
+    count: int,
+    channels: int,
+    itemsize: int,
+    vec: int,
+    x_pitch: int,
+    dy_pitch: int = 0,
+    y_pitch: int = 0,
+    blocks: int = TARGET_BLOCKS,
 ) -> Chunks:
-    """The cut for ``count`` rows of ``channels``.
+    """The cut for ``count`` rows of ``channels``; so many ``blocks`` of the kernel fill the device.
 
     Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
     pitch nor the vector width changes a bit of the result.
@@ -78,7 +87,7 @@ def cut_rows(
     ideal_tiles, per_thread, rounds = shapes.ceil_div(ideal, columns), MOST_ROWS_PER_THREAD + 1, 0
     while per_thread > MOST_ROWS_PER_THREAD:
         rounds += 1
-        wanted = max(1, rounds * TARGET_BLOCKS // ideal_tiles)
+        wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
     chunk_rows = lanes * max(per_thread, 8, LEAST_CHUNK_ROWS // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
@@ -372,6 +381,36 @@ def batch_norm_backward_apply(
     With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
     """
     return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
+
+
+def batch_norm_backward_apply_stats(
+    dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, other: Any, other_moments: Any
+) -> tuple[Any, Any]:
+    """`batch_norm_backward_apply`, and in the same pass over ``dy`` the sums of a second batch norm with that gradient.
+
+    Args:
+        other, other_moments: its input, the other summand of a sum, and moments.
+
+    Returns:
+        The gradient of ``x``; and for ``batch_norm_backward_sums`` the parts of what `batch_norm_backward_stats` finds
+        of ``dy``, ``other`` and ``other_moments``.
+    """
+    code = dtype_code(dy, "batch_norm_backward_apply_stats", "dy")
+    dy, x, other = as_rows(dy), _same(dy, x), _same(dy, other)
+    count_rows, channels, dy_pitch = rows(dy)
+    _check_parameters(2 * channels, moments=moments, other_moments=other_moments)
+    _check_parameters(channels, gamma=gamma)
+    dx = empty(dy.shape, dy.dtype)
+    vec = spans((dy, x, other, dx), (moments, gamma, other_moments, sums))[3]
+    pitches = rows(x)[2], dy_pitch, rows(other)[2]
+    cut = cut_rows(count_rows, channels, dy.itemsize, vec, *pitches, PAIR_BLOCKS)
+    parts = empty((cut.chunks, 2, channels), float32)
+    launch(
+        "batch_norm", "batch_norm_backward_apply_stats_kernel", cut.grid, cut.block,
+        dy, x, moments, gamma, sums, count, other, other_moments, dx, parts, cut.argument,
+        defines={"BACKWARD_APPLY_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": 2}, shared=cut.shared,
+    )  # fmt: skip
+    return dx, parts
 
 
 def batch_norm_activate_backward_apply(
