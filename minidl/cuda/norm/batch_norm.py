@@ -41,7 +41,7 @@ THREADS = 256
 # Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
 # Part of the cut, hence of the result's bits.
 TARGET_BLOCKS = 396
-PAIR_BLOCKS = 264  # of the kernel that takes two batch norms at once, of which two fit
+PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once, and under activations other than a ReLU
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
@@ -346,7 +346,9 @@ def _backward_stats(
     _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
     output = y if mask == 2 else None  # of signs a thread takes the byte, or the part of one, that is of its vector
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, output, masked) if array is not None))
-    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2])
+    pitches = x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2]
+    blocks = TARGET_BLOCKS if function == "relu" else PAIR_BLOCKS
+    cut = cut_rows(count, channels, x.itemsize, vec, *pitches, blocks)
     partial = empty((cut.chunks, 2, channels), float32)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
