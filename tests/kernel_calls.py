@@ -101,6 +101,8 @@ def call_batch_norm() -> None:
             for parts in (Parts(sums, count), Parts(means, 10 * count, squares, 10)):
                 assert ops.batch_norm_finalize(parts, 1e-5)[0].shape == (2, 24)
                 assert ops.batch_norm_merge(parts).shape == (49,)
+                both = ops.batch_norm_concat([ops.empty(17, np.float64), parts])
+                assert ops.batch_norm_finalize(both, 1e-5)[0].shape == (2, 32)
             assert ops.batch_norm_backward_sums(sums, ops.empty((2, 24), float32)).shape == (2, 24)
         # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
         x = next(activations(dtype))

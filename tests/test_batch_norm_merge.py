@@ -111,6 +111,30 @@ def test_the_same_bits_with_and_without_clusters_and_beside_itself(cuda_ops, rng
     assert len({b"".join(cuda_ops.to_host(array).tobytes() for array in arrays) for arrays in results}) == 1
 
 
+@pytest.mark.parametrize("channels", [(8, 8), (5, 13), (64, 32), (300, 1)])
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("summed", [False, True])
+def test_parts_beside_known_channels(cuda_ops, rng, count, channels, summed):
+    """As if all were merged and put together first, to the bit; and each is merged once."""
+    known, own = channels
+    rows = 64 * count
+    first = rng.standard_normal((count, 2, own)).astype(np.float32) ** 2
+    parts = Parts(cuda_ops.from_host(first), rows)
+    if not summed:
+        means = cuda_ops.from_host(rng.standard_normal((count, own)))
+        parts = Parts(means, rows, cuda_ops.from_host(np.ascontiguousarray(first[:, 0])), 64)
+    before = cuda_ops.from_host(np.concatenate([[rows], rng.standard_normal(known), rng.random(known)]))
+    apart = found(cuda_ops, cuda_ops.batch_norm_concat([before, cuda_ops.batch_norm_merge(parts)]), known + own)
+    joined = cuda_ops.batch_norm_concat([before, parts])
+    for _ in range(2):  # with the moments, and afterwards
+        for one, other in zip(apart, found(cuda_ops, joined, known + own), strict=True):
+            assert one.tobytes() == other.tobytes()
+    joined = cuda_ops.batch_norm_concat([before, parts])  # before
+    assert cuda_ops.to_host(cuda_ops.batch_norm_merge(joined)).tobytes() == apart[-1].tobytes()
+    twice = cuda_ops.batch_norm_concat([joined, parts])
+    assert cuda_ops.to_host(cuda_ops.batch_norm_merge(twice)).size == 1 + 2 * (known + 2 * own)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize("count", COUNTS)
 def test_what_is_not_finite_stays_in_its_channel(cuda_ops, rng, count, value):
@@ -134,4 +158,9 @@ def test_one_kernel_merges(device, finish):
             ops.batch_norm_merge(parts) if finish else ops.batch_norm_finalize(parts, EPS)
             ops.batch_norm_backward_sums(parts.first, ops.empty((2, 40), float32))
         assert len(log.launches) == 2
+        with dry_run(BUILT_IN[device]) as joined:
+            stats = ops.batch_norm_concat([ops.empty(17, np.float64), Parts(ops.empty((count, 2, 40), float32), count)])
+            for _ in range(2):
+                ops.batch_norm_merge(stats) if finish else ops.batch_norm_finalize(stats, EPS)
+        assert len(joined.launches) == (1 if finish else 2)
         assert {dict(launch.defines)["CLUSTER"] > 1 for launch in log.launches} == {device == "H200" and count > 1024}

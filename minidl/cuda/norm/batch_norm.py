@@ -15,7 +15,7 @@ from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
-from minidl.cuda.norm.statistics import Parts
+from minidl.cuda.norm.statistics import Joined, Parts, beside
 from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, spans, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
@@ -136,9 +136,12 @@ def batch_norm_finalize(
         moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
         count: (1,) float64.
     """
-    if isinstance(stats, Parts):
+    if isinstance(stats, Parts | Joined):
         _check_parameters(stats.channels, running_mean=running_mean, running_var=running_var)
-        return stats.finalize(eps, running_mean, running_var, momentum)
+        found = stats.finalize(eps, running_mean, running_var, momentum)
+        if found is not None:
+            return found
+        stats = stats.merged()
     assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
@@ -155,21 +158,21 @@ def batch_norm_finalize(
 
 def batch_norm_merge(stats: Any) -> Any:
     """Statistics that were left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
-    return stats.merged() if isinstance(stats, Parts) else stats
+    return stats.merged() if isinstance(stats, Parts | Joined) else stats
 
 
 def batch_norm_concat(parts: Sequence[Any]) -> Any:
-    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
-    stats, *others = map(batch_norm_merge, parts)
-    for part in others:
-        assert part.dtype == stats.dtype == np.float64, (part.dtype, stats.dtype)
-        first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
-        both = empty(1 + 2 * channels, np.float64)
-        launch(
-            "batch_norm_moments", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
-            stats, part, both, int32(first), int32(channels),
-        )  # fmt: skip
-        stats = both
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64.
+
+    They are left unfinished where those of the last array are.
+    """
+    stats = parts[0]
+    for part in parts[1:]:
+        stats = batch_norm_merge(stats)
+        if isinstance(part, Parts):
+            stats = Joined(stats, part)
+        else:
+            stats = beside(stats, batch_norm_merge(part))
     return stats
 
 

@@ -18,20 +18,25 @@ typedef float First;  // sums and sums of squares
 typedef double First;  // means
 #endif
 
-// Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last.
+// Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known` channels
+// that stand before those of the parts they are in `before`, statistics of as many channels.
 struct Merged {
     double mean, m2;
 
-    __device__ __forceinline__ Merged(const First* __restrict__ first, const float* __restrict__ squares, int rows,
-                                      int chunk_rows, int chunks, int channels) {
-        const int channel = read_channel();
+    __device__ __forceinline__ Merged(const First* __restrict__ first, const float* __restrict__ squares,
+                                      const double* __restrict__ before, int known, int rows, int chunk_rows, int chunks,
+                                      int channels) {
+        const int own = channels - known, channel = read_channel() - known, mine = total_channel() - known;
+        const bool there = 0 <= channel && channel < own, given = mine < 0;
+        double known_mean = 0.0, known_m2 = 0.0;
+        if (given) known_mean = before[1 + total_channel()], known_m2 = before[1 + known + total_channel()];
 #if SUMS
         double total[2];
         sum_chunks<float2>(
-            total, channel < channels ? chunks : 0,
+            total, there ? chunks : 0,
             [&](int chunk) {
-                const float* from = first + i64(chunk) * 2 * channels + channel;
-                return make_float2(from[0], from[channels]);
+                const float* from = first + i64(chunk) * 2 * own + channel;
+                return make_float2(from[0], from[own]);
             },
             [&](double(&v)[2], int, const float2& part) {
                 v[0] += part.x;
@@ -46,15 +51,13 @@ struct Merged {
             double mean;
             float squares;
         };
-        const bool any = channel < channels && chunks > 0;
-        const int mine = total_channel();
-        const double origin = any ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
-        mean = chunks && mine < channels ? first[mine] : 0.0;
+        const double origin = there && chunks ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
+        mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
         double total[3];  // sums of count * d, count * d^2, M2
         sum_chunks<Part>(
-            total, any ? chunks : 0,
+            total, there ? chunks : 0,
             [&](int chunk) {
-                const i64 from = i64(chunk) * channels + channel;
+                const i64 from = i64(chunk) * own + channel;
                 return Part{first[from], squares[from]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
@@ -68,33 +71,39 @@ struct Merged {
         m2 = total[2] + (total[1] - total[0] * shift);
         if (m2 < 0.0) m2 = 0.0;
 #endif
+        if (given) mean = known_mean, m2 = known_m2;
+    }
+
+    // Into stats (1 + 2C,).
+    __device__ __forceinline__ void leave(double* __restrict__ stats, int rows, int channel, int channels) const {
+        if (channel == 0) stats[0] = rows;
+        stats[1 + channel] = mean;
+        stats[1 + channels + channel] = m2;
     }
 };
 
 // stats (1 + 2C,) double.
 extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 1)
-batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, double* __restrict__ stats, int rows,
-                        int chunk_rows, int chunks, int channels) {
-    const Merged found(first, squares, rows, chunk_rows, chunks, channels);
-    if (!has_total(channels)) return;
-    const int channel = total_channel();
-    if (channel == 0) stats[0] = rows;
-    stats[1 + channel] = found.mean;
-    stats[1 + channels + channel] = found.m2;
+batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
+                        double* __restrict__ stats, int known, int rows, int chunk_rows, int chunks, int channels) {
+    const Merged found(first, squares, before, known, rows, chunk_rows, chunks, channels);
+    if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
 
-// What batch_norm_finalize_kernel makes of these statistics, for one rank.
+// What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
 extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 1)
-batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares, float* __restrict__ moments,
+batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
+                          const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
-                          double eps, double momentum, int rows, int chunk_rows, int chunks, int channels) {
+                          double eps, double momentum, int known, int rows, int chunk_rows, int chunks, int channels) {
     const int channel = total_channel();
     const bool mine = has_total(channels);
     const Running running(running_mean, running_var, momentum, mine ? channel : -1);
-    const Merged found(first, squares, rows, chunk_rows, chunks, channels);
+    const Merged found(first, squares, before, known, rows, chunk_rows, chunks, channels);
     if (!mine) return;
     running.finalize(rows, found.mean, found.m2, moments, eps, channel, channels);
     if (channel == 0) *total = rows;
+    if (stats) found.leave(stats, rows, channel, channels);
 }
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
