@@ -18,6 +18,7 @@ from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, round_up
@@ -55,6 +56,7 @@ class StemPlan(NamedTuple):
 
     Attributes:
         size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
+        tiles: of output pixels, forward.
     """
 
     grid: int
@@ -62,6 +64,7 @@ class StemPlan(NamedTuple):
     defines: dict[str, int]
     shared: int
     size: int
+    tiles: int = 0
 
 
 def applies(conv: Convolution, dtype: Any) -> bool:
@@ -79,10 +82,12 @@ def applies(conv: Convolution, dtype: Any) -> bool:
     )
 
 
-def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False) -> None:
+def forward(
+    conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False, statistics: bool = False
+) -> Parts | None:
     """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
 
-    With ``relu``, the output of a ReLU over that.
+    With ``relu``, the output of a ReLU over that. Returns its statistics in bfloat16, where they are asked for.
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
@@ -90,10 +95,13 @@ def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: b
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
+    summed = statistics and y.dtype == bfloat16
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu), "STATISTICS": int(summed)}
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
-    arrays = x, packed, bias, y, plan.problem
+    parts = empty((plan.tiles * WARPS, 2, conv.out_channels), float32) if summed else None
+    arrays = x, packed, bias, y, parts, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
+    return Parts(parts, conv.pixels) if summed else None
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -218,7 +226,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
         "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
     }  # fmt: skip
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+    tiles = conv.images * tile.segments * tile.tiles
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, tiles)
 
 
 def _filter_columns(columns: int, steps: int, kinds: int) -> int:
