@@ -92,11 +92,11 @@ def forward(
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
-    plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
+    summed = statistics and y.dtype == bfloat16
+    plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device(), relu, summed)
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    summed = statistics and y.dtype == bfloat16
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu), "STATISTICS": int(summed)}
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
     parts = empty((plan.tiles * WARPS, 2, conv.out_channels), float32) if summed else None
     arrays = x, packed, bias, y, parts, plan.problem
@@ -197,8 +197,15 @@ def _tile(
 
 
 @functools.lru_cache(maxsize=256)
-def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan:
-    """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
+def plan_forward(
+    conv: Convolution,
+    code: int,
+    vectors: tuple[int, int],
+    device: DeviceRecord,
+    relu: bool = False,
+    summed: bool = False,
+) -> StemPlan:
+    """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y; ``summed``: with statistics."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     split = step % 2
     lead = 0 if split else conv.padding[1] * conv.channels % 2
@@ -215,7 +222,7 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
     tiles_n = ceil_div(conv.out_channels, tile_n)
-    blocks = _blocks(tile_n // 2 + registers + 40) if resident else 2
+    blocks = _blocks(tile_n // 2 + registers + (48 if summed else 40)) if resident else 2
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -225,6 +232,7 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
         "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "RELU": int(relu), "STATISTICS": int(summed),
     }  # fmt: skip
     tiles = conv.images * tile.segments * tile.tiles
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, tiles)
