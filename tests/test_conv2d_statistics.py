@@ -200,10 +200,10 @@ def test_unfinished_statistics_become_the_same_moments(forced_ops, case, storage
     arrays = put(ops, *operands(rng, case, storage))
     found = []
     for finish in (True, False):
-        _, stats = ops.conv2d_stats(*arrays, **case.options, finish=finish)
+        y, stats = ops.conv2d_stats(*arrays, **case.options, finish=finish)
         running = {name: ops.from_host(np.full(channels, 0.7, np.float32)) for name in ("running_mean", "running_var")}
         moments, count = ops.batch_norm_finalize(stats, 1e-5, **running, momentum=0.3)
-        beside = ops.batch_norm_merge(ops.batch_norm_concat([ops.batch_norm_stats(arrays[0]), stats]))
+        beside = ops.batch_norm_merge(ops.batch_norm_concat([ops.batch_norm_stats(y), stats]))
         arrays_of = moments, count, *running.values(), ops.batch_norm_merge(stats), beside
         found.append([ops.to_host(array).tobytes() for array in arrays_of])
     assert found[0] == found[1]

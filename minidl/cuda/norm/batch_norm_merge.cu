@@ -24,8 +24,8 @@ struct Merged {
     double mean, m2;
 
     __device__ __forceinline__ Merged(const First* __restrict__ first, const float* __restrict__ squares,
-                                      const double* __restrict__ before, int known, int rows, int chunk_rows, int chunks,
-                                      int channels) {
+                                      const double* __restrict__ before, int known, const Count& count,
+                                      int chunk_rows, int chunks, int channels) {
         const int own = channels - known, channel = read_channel() - known, mine = total_channel() - known;
         const bool there = 0 <= channel && channel < own, given = mine < 0;
         double known_mean = 0.0, known_m2 = 0.0;
@@ -42,7 +42,7 @@ struct Merged {
                 v[0] += part.x;
                 v[1] += part.y;
             });
-        mean = total[0] / rows;
+        mean = total[0] * count.inverse;
         m2 = fma(-total[0], mean, total[1]);
         // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
         if (m2 < total[1] * 0x1p-50) m2 = 0.0;
@@ -53,6 +53,7 @@ struct Merged {
         };
         const double origin = there && chunks ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
         mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
+        const int rows = int(count.rows);
         double total[3];  // sums of count * d, count * d^2, M2
         sum_chunks<Part>(
             total, there ? chunks : 0,
@@ -61,12 +62,12 @@ struct Merged {
                 return Part{first[from], squares[from]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
-                const double count = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
-                v[0] += count * d;
-                v[1] += count * d * d;
+                const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
+                v[0] += some * d;
+                v[1] += some * d * d;
                 v[2] += part.squares;
             });
-        const double shift = chunks ? total[0] / rows : 0.0;
+        const double shift = total[0] * count.inverse;
         mean += shift;
         m2 = total[2] + (total[1] - total[0] * shift);
         if (m2 < 0.0) m2 = 0.0;
@@ -83,32 +84,35 @@ struct Merged {
 };
 
 // stats (1 + 2C,) double.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
-                        double* __restrict__ stats, int known, int rows, int chunk_rows, int chunks, int channels) {
-    const Merged found(first, squares, before, known, rows, chunk_rows, chunks, channels);
+                        double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
+                        int channels) {
+    const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
     if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
 
 // What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                           const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
-                          double eps, double momentum, int known, int rows, int chunk_rows, int chunks, int channels) {
+                          double eps, double momentum, double inverse, double unbiased, int known, int rows,
+                          int chunk_rows, int chunks, int channels) {
     const int channel = total_channel();
     const bool mine = has_total(channels);
     const Running running(running_mean, running_var, momentum, mine ? channel : -1);
-    const Merged found(first, squares, before, known, rows, chunk_rows, chunks, channels);
+    const Count count = {double(rows), inverse, unbiased};
+    const Merged found(first, squares, before, known, count, chunk_rows, chunks, channels);
     if (!mine) return;
-    running.finalize(rows, found.mean, found.m2, moments, eps, channel, channels);
+    running.finalize(count, found.mean, found.m2, moments, eps, channel, channels);
     if (channel == 0) *total = rows;
     if (stats) found.leave(stats, rows, channel, channels);
 }
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
 // where their pointers are not null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 1)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {

@@ -20,7 +20,8 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
         m2 += from[1 + channels + channel] + d * d * (count * (more / both));
         count = both;
     }
-    running.finalize(count, mean, m2, moments, eps, channel, channels);
+    const Count all = {count, count > 0.0 ? 1.0 / count : 0.0, count > 1.0 ? 1.0 / (count - 1.0) : 1.0};
+    running.finalize(all, mean, m2, moments, eps, channel, channels);
     if (channel == 0) *total = count;
 }
 

@@ -2,8 +2,22 @@
 #pragma once
 #include "common.cuh"
 
+// A number of rows and what sums over them are multiplied by, ready before the sums are: 1/rows, or 0; 1/(rows - 1), or 1.
+struct Count {
+    double rows, inverse, unbiased;
+};
+
+// 1/sqrt(x) to the last bits, of a normal number: without the branch for others that a library has, and its registers.
+DEVICE double inverse_root(double x) {
+    double root;
+    asm("rsqrt.approx.ftz.f64 %0, %1;" : "=d"(root) : "d"(x));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) root = fma(0.5 * root, fma(-x * root, root, 1.0), root);
+    return root;
+}
+
 // Running statistics of a channel: (C,) each or null, updated in place, the variance with the unbiased one. They are read
-// when this is made, long before they are needed.
+// when this is made.
 struct Running {
     float *mean, *variance;
     double momentum, old_mean, old_variance;
@@ -15,13 +29,12 @@ struct Running {
         old_variance = variance && channel >= 0 ? variance[channel] : 0.0f;
     }
 
-    __device__ __forceinline__ void finalize(double count, double batch_mean, double m2, float* __restrict__ moments,
+    __device__ __forceinline__ void finalize(const Count& count, double batch_mean, double m2, float* __restrict__ moments,
                                              double eps, int channel, int channels) const {
-        const double biased = count > 0.0 ? m2 / count : 0.0;
         moments[channel] = float(batch_mean);
-        moments[channels + channel] = float(1.0 / sqrt(biased + eps));
-        if (count == 0.0) return;
-        const double unbiased = count > 1.0 ? m2 / (count - 1.0) : biased;
+        moments[channels + channel] = float(inverse_root(m2 * count.inverse + eps));
+        if (count.rows == 0.0) return;
+        const double unbiased = m2 * count.unbiased;
         if (mean) mean[channel] = float((1.0 - momentum) * old_mean + momentum * batch_mean);
         if (variance) variance[channel] = float((1.0 - momentum) * old_variance + momentum * unbiased);
     }

@@ -12,8 +12,9 @@ from minidl.shapes import ceil_div
 __all__ = ["merge_lanes"]
 
 GROUP = 8  # channels of a block
-LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
-SHARES, MANY_CHUNKS = 8, 1024  # into which more chunks are shared out, among the blocks of a cluster
+LANES = 32  # threads over the chunks of a channel
+EACH = 8  # chunks that a lane reads at once: more are shared out, among the blocks of a cluster
+SHARES, BLOCKS = 8, 512  # into how many, at most; blocks that run at a time
 
 
 def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, **defines: int) -> None:
@@ -22,9 +23,9 @@ def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, 
     Args:
         args: all of the kernel's but the last two, ``chunks`` and ``channels``.
     """
-    lanes = FEW_LANES if chunks <= FEW_CHUNKS else LANES
-    shares = SHARES if chunks > MANY_CHUNKS else 1
+    shares, groups = 1, ceil_div(channels, GROUP)
+    while shares < SHARES and chunks > shares * LANES * EACH and 2 * shares * groups <= BLOCKS:
+        shares *= 2
     cluster = shares if current_device().arch >= (9, 0) else 1
-    macros = {"MERGE": lanes, "SHARES": shares, "CLUSTER": cluster, **defines}
-    grid = ceil_div(channels, GROUP) * cluster
-    launch(stem, kernel, grid, GROUP * lanes, *args, *ints(chunks, channels), defines=macros)
+    macros = {"SHARES": shares, "CLUSTER": cluster, **defines}
+    launch(stem, kernel, groups * cluster, GROUP * LANES, *args, *ints(chunks, channels), defines=macros)

@@ -37,7 +37,7 @@ class Parts:
         """What ``batch_norm_stats`` returns; behind the channels of ``before``, such statistics of the same rows."""
         known = _channels(before)
         stats = empty(1 + 2 * (known + self.channels), np.float64)
-        self._merge("batch_norm_merge_kernel", known, before, stats)
+        self._merge("batch_norm_merge_kernel", known, before, stats, self._inverse)
         return stats
 
     def finalize(
@@ -46,9 +46,14 @@ class Parts:
         """What ``batch_norm_finalize`` returns; ``stats``: where `merged` is left besides."""
         known = _channels(before)
         moments, count = empty((2, known + self.channels), np.float32), empty(1, np.float64)
-        args = moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum)
+        unbiased = np.float64(1 / (self.rows - 1) if self.rows > 1 else 1)
+        args = moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum), self._inverse, unbiased
         self._merge("batch_norm_moments_kernel", known, before, stats, *args)
         return moments, count
+
+    @property
+    def _inverse(self) -> np.float64:
+        return np.float64(1 / self.rows if self.rows else 0)
 
     def _merge(self, kernel: str, known: int, *args: Any) -> None:
         sizes, summed = ints(known, self.rows, self.chunk_rows), int(self.squares is None)
