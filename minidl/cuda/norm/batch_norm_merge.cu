@@ -88,6 +88,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
                         double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
                         int channels) {
+    await_predecessor();
     const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
     if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
@@ -99,6 +100,7 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
                           double eps, double momentum, double inverse, double unbiased, int known, int rows,
                           int chunk_rows, int chunks, int channels) {
+    await_predecessor();
     const int channel = total_channel();
     const bool mine = has_total(channels);
     const Running running(running_mean, running_var, momentum, mine ? channel : -1);
@@ -116,6 +118,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
+    await_predecessor();
     const int from_channel = read_channel(), channel = total_channel();
     const bool mine = has_total(channels);
     const float rstd = mine ? moments[channels + channel] : 0.0f;

@@ -7,6 +7,7 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
                                                       double* __restrict__ total, float* __restrict__ running_mean,
                                                       float* __restrict__ running_var, double eps, double momentum,
                                                       int parts, int channels) {
+    await_predecessor();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     const Running running(running_mean, running_var, momentum, channel);
@@ -28,6 +29,7 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
 // Statistics of some channels beside those of others over the same rows: stats of the channels together.
 extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
                                                     double* __restrict__ stats, int first_channels, int channels) {
+    await_predecessor();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i > 2 * channels) return;
     const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
@@ -43,6 +45,7 @@ extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ f
 extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
                                                           const float* __restrict__ running_var,
                                                           float* __restrict__ moments, double eps, int channels) {
+    await_predecessor();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     moments[channel] = running_mean[channel];
