@@ -6,7 +6,8 @@
 // signs.cuh.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
-// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the
+// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double, and goes on
+// to the moments where no other rank has a part in them. So the
 // same bits come out on every device and for every pitch. Variances are never a difference of raw moments: each thread
 // subtracts a pivot, the first value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2)
 // are merged as by Chan, Golub and LeVeque (1983).
@@ -24,7 +25,7 @@
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
 //   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP and
 //   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes; from
-//   signs 3s + 1/8
+//   signs 3s + 1/8; backward_apply with the sums of a second batch norm: 4s, where two kernels take 5s
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "activation.cuh"
