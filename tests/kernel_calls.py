@@ -95,7 +95,7 @@ def call_batch_norm() -> None:
                 ops.batch_norm_join_backward_stats(x, signs, x, moments, dgamma=dgamma)
                 for add in (None, x):
                     assert ops.relu_backward(x, signs, add=add).shape == x.shape
-        for count in (5, 300, 5000):
+        for count in (5, 600, 5000):
             sums, squares = ops.empty((count, 2, 24), float32), ops.empty((count, 24), float32)
             means = ops.empty((count, 24), np.float64)
             for parts in (Parts(sums, count), Parts(means, 10 * count, squares, 10)):
@@ -104,6 +104,10 @@ def call_batch_norm() -> None:
                 both = ops.batch_norm_concat([ops.empty(17, np.float64), parts])
                 assert ops.batch_norm_finalize(both, 1e-5)[0].shape == (2, 32)
             assert ops.batch_norm_backward_sums(sums, ops.empty((2, 24), float32)).shape == (2, 24)
+        wide, moments = ops.empty((600, 2, 512), float32), ops.empty((2, 512), float32)
+        ops.batch_norm_finalize(Parts(wide, 600), 1e-5)
+        ops.batch_norm_merge(Parts(wide, 600))
+        ops.batch_norm_backward_sums(wide, moments)
         # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
         x = next(activations(dtype))
         moments, gamma, beta = ops.empty((2, x.shape[-1]), np.float32), *parameters(*[x.shape[-1]] * 2)

@@ -16,7 +16,7 @@ from tests.tolerance import assert_close
 
 EPS = 1e-5
 # Around the numbers at which clusters of more blocks take over; some loads of a lane, and parts of one.
-COUNTS = [1, 31, 33, 256, 257, 513, 1024, 1025, 2049, 8195, 20_001]
+COUNTS = [1, 31, 33, 256, 257, 512, 513, 1025, 2049, 8195, 20_001]
 CHANNELS = [1, 7, 8, 13, 64, 300]
 
 
@@ -163,4 +163,4 @@ def test_one_kernel_merges(device, finish):
             for _ in range(2):
                 ops.batch_norm_merge(stats) if finish else ops.batch_norm_finalize(stats, EPS)
         assert len(joined.launches) == (1 if finish else 2)
-        assert {dict(launch.defines)["CLUSTER"] > 1 for launch in log.launches} == {device == "H200" and count > 256}
+        assert {dict(launch.defines)["CLUSTER"] > 1 for launch in log.launches} == {device == "H200" and count > 512}

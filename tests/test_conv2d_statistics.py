@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_stem, depthwise_strip
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, depthwise_strip
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
@@ -19,7 +19,6 @@ from tests.test_batch_norm_ops import assert_stats
 from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.test_conv2d_stem import PLANNED as STEMS
 from tests.tolerance import draw
 
 FORWARD = ("stride", "padding", "dilation", "groups")
@@ -80,20 +79,6 @@ def test_of_depthwise_convolutions(cuda_ops, case, ratio, rng, monkeypatch):
             placed = pitched(cuda_ops, x, before, after), *put(cuda_ops, w, bias)
             found = [cuda_ops.to_host(array) for array in cuda_ops.conv2d_stats(*placed, **case.options)]
             assert found[0].tobytes() == y.tobytes() and found[1].tobytes() == stats.tobytes()
-
-
-@pytest.mark.parametrize("ratio", [0.0, 1e3])
-@cases(STEMS)
-def test_of_a_networks_first_convolution(cuda_ops, case, ratio, rng, monkeypatch):
-    """Likewise; entries are poisoned, and the same bits come however many multiprocessors share the images."""
-    poison(monkeypatch, conv2d_stem)
-    hosts, found = operands(rng, case, bfloat16, ratio), []
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    with observed(lambda stem, name, defines: pytest.fail("a pass of its own") if "stats" in name else nullcontext()):
-        for device in (current_device(), few):
-            monkeypatch.setattr(conv2d_stem, "current_device", lambda device=device: device)
-            found.append([array.tobytes() for array in check(cuda_ops, case, *hosts)])
-    assert found[0] == found[1]
 
 
 @cases(DEPTHWISE)

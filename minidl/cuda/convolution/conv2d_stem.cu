@@ -24,12 +24,12 @@
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
 // memory and FRAGMENTS fragments of pixels share each of its loads; BLOCKS per multiprocessor that the registers must
-// leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN; STATISTICS
-// (bfloat16): 1 when sums and sums of squares of what each warp stores of a tile, at most 256 pixels (conv2d_columns.cuh says
-// why no more), go to partial (images * tiles * WARPS, 2, K) float, from which batch_norm_merge.cu goes on.
+// leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
 // Dynamic shared memory: 2 * ROWS * LENGTH * 2 bytes, and unless RESIDENT the packed filter of a block.
+// Tried on an H200 and taken out: sums and sums of squares of the output for a batch norm, reduced by shuffles. Of 7x7
+// filters, which leave no registers, 20 us more at 32x112x112x64, where a pass of their own and its merging take 18.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
@@ -152,67 +152,6 @@ DEVICE void store_vector(T* to, const u32 (&v)[4]) {
                  : "memory");
 }
 
-// What a thread has of two neighbouring channels of fragment j, with the bias of its block's channels or null, as stored.
-DEVICE u32 stored_pair(const float (&sum)[COLUMNS][4], int j, int half, const float* bias) {
-    float low = sum[j][2 * half], high = sum[j][2 * half + 1];
-    if (bias) {
-        const float* shift = bias + Packed::channel(j, threadIdx.x % 4 * 2);
-        low += shift[0], high += shift[1];
-    }
-    if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
-    return Rounding<T>::round_pair(low, high);
-}
-
-#if STATISTICS
-// Sums and sums of squares of a warp's pixels, channel by channel, in shared memory; of rounded values, in a fixed order.
-struct Tally {
-    float* sums;  // of the warp: (2, TILE_N)
-
-    __device__ __forceinline__ void start() const {
-        __syncwarp();
-        for (int i = threadIdx.x % 32; i < 2 * TILE_N; i += 32) sums[i] = 0.0f;
-        __syncwarp();
-    }
-
-    // Takes in a fragment, of whose rows the pixels q and q + 8 * KINDS are this thread's.
-    __device__ __forceinline__ void add(const float (&sum)[COLUMNS][4], int q, int pixels, const float* bias) const {
-        const int lane = threadIdx.x % 32;
-        const bool squares = lane & 16, second = lane & 8;  // what this lane will have, of which of two channels
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            float total[2][2] = {};  // sum and sum of squares; channel
-#pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const u32 pair = q + half * 8 * KINDS < pixels ? stored_pair(sum, j, half, bias) : 0;
-                const float v[2] = {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    total[0][e] += v[e];
-                    total[1][e] = fmaf(v[e], v[e], total[1][e]);
-                }
-            }
-            float mine[2];
-#pragma unroll
-            for (int e = 0; e < 2; ++e)
-                mine[e] = (squares ? total[1][e] : total[0][e]) +
-                          __shfl_xor_sync(0xffffffffu, squares ? total[0][e] : total[1][e], 16);
-            float one = (second ? mine[1] : mine[0]) + __shfl_xor_sync(0xffffffffu, second ? mine[0] : mine[1], 8);
-            one += __shfl_xor_sync(0xffffffffu, one, 4);
-            if (!(lane & 4)) sums[(squares ? TILE_N : 0) + Packed::channel(j, lane % 4 * 2 + second)] += one;
-        }
-    }
-
-    // Into `to` (2, K), from the block's first of `columns` channels on.
-    __device__ __forceinline__ void leave(float* to, int first, int columns) const {
-        __syncwarp();
-        for (int i = threadIdx.x % 32; i < 2 * TILE_N; i += 32) {
-            const int channel = first + i % TILE_N;
-            if (channel < columns) to[i / TILE_N * columns + channel] = sums[i];
-        }
-    }
-};
-#endif
-
 // One row of the output from this block's first channel.
 struct OutputRow {
     T* to;
@@ -224,7 +163,15 @@ struct OutputRow {
         const int first = threadIdx.x % 4 * 8;
         u32 part[PARTS][4];
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) part[j / 4][j % 4] = stored_pair(sum, j, half, bias);
+        for (int j = 0; j < COLUMNS; ++j) {
+            float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+            if (bias) {
+                const float* shift = bias + first + j / 4 * 32 + j % 4 * 2;
+                low += shift[0], high += shift[1];
+            }
+            if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
+            part[j / 4][j % 4] = Rounding<T>::round_pair(low, high);
+        }
         if constexpr (VEC_Y == 8 && PARTS == 2) {
             // Neighbouring pixels' threads swap a part, so that a store of the warp is made of whole lines.
             const bool odd = threadIdx.x / 4 % 2;
@@ -267,7 +214,7 @@ struct OutputRow {
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
-                   T* __restrict__ output, float* __restrict__ partial, const __grid_constant__ Problem p) {
+                   T* __restrict__ output, const __grid_constant__ Problem p) {
     await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(16) float shifts[TILE_N];
@@ -316,21 +263,12 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
         for (int s = 0; s < STEPS; ++s) held[s].load(packed + kind_vectors + s * Packed::STEP_VECTORS);
     }
 
-#if STATISTICS
-    __shared__ float tallies[WARPS][2 * TILE_N];
-    const Tally tally{tallies[warp]};
-    const i64 column_tiles = (p.out_height + TILE_P - 1) / TILE_P;
-    partial += ((image * p.segments + first_q / TILE_Q) * column_tiles + first_p / TILE_P) * WARPS * 2 * p.columns;
-#endif
     for (int tile = 0; tile < tiles; ++tile) {
         await_copies<0>();
         __syncthreads();  // this tile is there for all, and the one before it is no longer read
         if (tile + 1 < tiles) copy(tile + 1);
         const unsigned char* window = shared + tile % 2 * BUFFER + start;
         const int tile_p = first_p + tile * TILE_P;
-#if STATISTICS
-        tally.start();
-#endif
         for (int fragment = warp / KINDS; fragment < TILE_FRAGMENTS; fragment += TEAM * FRAGMENTS) {
             if (tile_p + fragment / ROW_FRAGMENTS >= p.out_height) break;
             const unsigned char* at[FRAGMENTS];
@@ -356,16 +294,10 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                     output + (image * p.out_height + row) * p.out_width * p.columns + first_column, p.out_width,
                     p.columns, p.columns - first_column};
                 const int q = first_q + index % ROW_FRAGMENTS * ROW_PIXELS + lane / 4 * KINDS + kind;
-#if STATISTICS
-                tally.add(sum[i], q, p.out_width, bias ? shifts : nullptr);
-#endif
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
                     to.write(sum[i], half, q + half * 8 * KINDS, bias ? shifts : nullptr);
             }
         }
-#if STATISTICS
-        tally.leave(partial + i64(tile * WARPS + warp) * 2 * p.columns, first_column, p.columns);
-#endif
     }
 }

@@ -18,7 +18,6 @@ from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, round_up
@@ -56,7 +55,6 @@ class StemPlan(NamedTuple):
 
     Attributes:
         size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
-        tiles: of output pixels, forward.
     """
 
     grid: int
@@ -64,7 +62,6 @@ class StemPlan(NamedTuple):
     defines: dict[str, int]
     shared: int
     size: int
-    tiles: int = 0
 
 
 def applies(conv: Convolution, dtype: Any) -> bool:
@@ -82,26 +79,21 @@ def applies(conv: Convolution, dtype: Any) -> bool:
     )
 
 
-def forward(
-    conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False, statistics: bool = False
-) -> Parts | None:
+def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False) -> None:
     """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
 
-    With ``relu``, the output of a ReLU over that. Returns its statistics in bfloat16, where they are asked for.
+    With ``relu``, the output of a ReLU over that.
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
-    summed = statistics and y.dtype == bfloat16
-    plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device(), relu, summed)
+    plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
-    parts = empty((plan.tiles * WARPS, 2, conv.out_channels), float32) if summed else None
-    arrays = x, packed, bias, y, parts, plan.problem
+    arrays = x, packed, bias, y, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
-    return Parts(parts, conv.pixels) if summed else None
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -197,15 +189,8 @@ def _tile(
 
 
 @functools.lru_cache(maxsize=256)
-def plan_forward(
-    conv: Convolution,
-    code: int,
-    vectors: tuple[int, int],
-    device: DeviceRecord,
-    relu: bool = False,
-    summed: bool = False,
-) -> StemPlan:
-    """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y; ``summed``: with statistics."""
+def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan:
+    """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     split = step % 2
     lead = 0 if split else conv.padding[1] * conv.channels % 2
@@ -222,7 +207,7 @@ def plan_forward(
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
     tiles_n = ceil_div(conv.out_channels, tile_n)
-    blocks = _blocks(tile_n // 2 + registers + (48 if summed else 40)) if resident else 2
+    blocks = _blocks(tile_n // 2 + registers + 40) if resident else 2
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -232,10 +217,8 @@ def plan_forward(
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
         "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
-        "RELU": int(relu), "STATISTICS": int(summed),
     }  # fmt: skip
-    tiles = conv.images * tile.segments * tile.tiles
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, tiles)
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
 
 
 def _filter_columns(columns: int, steps: int, kinds: int) -> int:

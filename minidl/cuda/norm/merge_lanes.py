@@ -13,8 +13,21 @@ __all__ = ["merge_lanes"]
 
 GROUP = 8  # channels of a block
 LANES = 32  # threads over the chunks of a channel
-EACH = 8  # chunks that a lane reads at once: more are shared out, among the blocks of a cluster
-SHARES, BLOCKS = 8, 512  # into how many, at most; blocks that run at a time
+EACH = 8  # chunks that a lane reads at once
+# More chunks than these are shared out among the blocks of a cluster; into how many shares at most.
+FEW, SHARES = 512, 8
+# Blocks beyond which clusters wait for each other; and where lanes have so many chunks that it pays.
+BLOCKS, MANY_BLOCKS, MANY = 128, 256, 64
+
+
+def shares_of(chunks: int, groups: int) -> int:
+    """Into how many the chunks are shared out, as measured on an H200: by sizes alone, as the order of sums follows."""
+    shares = 1
+    while chunks > FEW and shares < SHARES and chunks > shares * LANES * EACH:
+        if 2 * shares * groups > (MANY_BLOCKS if chunks > shares * LANES * MANY else BLOCKS):
+            break
+        shares *= 2
+    return shares
 
 
 def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, **defines: int) -> None:
@@ -23,9 +36,8 @@ def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, 
     Args:
         args: all of the kernel's but the last two, ``chunks`` and ``channels``.
     """
-    shares, groups = 1, ceil_div(channels, GROUP)
-    while shares < SHARES and chunks > shares * LANES * EACH and 2 * shares * groups <= BLOCKS:
-        shares *= 2
+    groups = ceil_div(channels, GROUP)
+    shares = shares_of(chunks, groups)
     cluster = shares if current_device().arch >= (9, 0) else 1
     macros = {"SHARES": shares, "CLUSTER": cluster, **defines}
     launch(stem, kernel, groups * cluster, GROUP * LANES, *args, *ints(chunks, channels), defines=macros)
