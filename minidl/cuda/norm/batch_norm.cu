@@ -7,14 +7,14 @@
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
 // result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double, and goes on
-// to the moments where no other rank has a part in them. So the
-// same bits come out on every device and for every pitch. Variances are never a difference of raw moments: each thread
-// subtracts a pivot, the first value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2)
-// are merged as by Chan, Golub and LeVeque (1983).
+// to the moments where no other rank has a part in them. So the same bits come out on every device and for every pitch.
+// Variances are never a difference of raw moments: each thread subtracts a pivot, the first value of its own, so a mean far
+// from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
-// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor, and there are
-// whole rounds of that on 132 of them: a few blocks more would run alone, as long as all others.
+// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor (two with two batch
+// norms, or under activations that are no ReLU), and there are whole rounds of that on 132 of them: a few blocks more would
+// run alone, as long as all others.
 // Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of rows
 // where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without gain in whole steps
 // on an H200: rows from the last to the first, so that a pass begins where the convolution before it ended (its bytes are
