@@ -302,6 +302,26 @@ def test_every_variant_compiles_and_fits(stem, name, arch):
     assert not problems, "\n".join(sorted(problems))
 
 
+HASTY = {
+    "": "waits for its predecessor 0 times",
+    "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
+    "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
+    "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
+}
+
+
+@pytest.mark.parametrize("body", HASTY)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_a_kernel_that_does_not_wait_in_time_is_found(body):
+    source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
+    image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
+    opcodes = dict(machine_code.kernels(image))
+    found, expected = _hasty("k", "k", opcodes["k"]), HASTY[body]
+    assert found is None if expected is None else expected in found, found
+    assert _hasty("spin", "spin", opcodes["spin"]) is None
+    assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
+
+
 @pytest.mark.parametrize("stem", CALLS)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
