@@ -73,6 +73,9 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     bias, input_bias, db = _parameters(filters, x.shape[-1], filters)
     y = ops.conv2d(x, w, bias, **where)
     assert ops.conv2d_stats(x, w, bias, **where)[1].shape == (1 + 2 * filters,)
+    unfinished = ops.conv2d_stats(x, w, bias, **where, finish=False)[1]
+    mean, variance = _parameters(filters, filters)
+    ops.batch_norm_finalize(unfinished, 1e-5, running_mean=mean, running_var=variance)
     dy = ops.empty(y.shape, y.dtype)
     dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
     assert dx.shape == x.shape
@@ -320,6 +323,26 @@ def test_a_kernel_that_does_not_wait_in_time_is_found(body):
     assert found is None if expected is None else expected in found, found
     assert _hasty("spin", "spin", opcodes["spin"]) is None
     assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
+
+
+# Before the name may stand a macro, and attributes whose own brackets nest once.
+_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:[A-Z]+\s+)?(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(')
+
+
+def test_every_kernel_is_launched_by_a_call():
+    """Only of what is launched the law above says that it fits and spills nothing."""
+    launched = set()
+    for name, call in itertools.product(("A100", "H200"), CALLS.values()):
+        with dry_run(BUILT_IN[name]) as log:
+            call()
+        launched |= {(launch.stem, launch.name) for launch in log.launches}
+    written = {
+        (path.stem, kernel)
+        for name, path in nvrtc.sources().items()
+        if name.endswith(".cu")
+        for kernel in _ENTRY.findall(nvrtc.source_of(path.stem))
+    }
+    assert written == launched
 
 
 @pytest.mark.parametrize("stem", CALLS)
