@@ -109,6 +109,53 @@ def test_each_kernel_sees_all_that_those_before_it_wrote(cuda_ops, kernels, wait
 
 
 @pytest.mark.parametrize("way", ["stream", "graph"])
+def test_what_another_stream_did_is_waited_for_as_a_whole(cuda_ops, kernels, way):
+    """Fork and join by events, thousands of times: a side reads what was just written, and is read behind the join."""
+    import cupy
+
+    rounds, replays = 300, 4
+    host = [np.arange(SIZE, dtype=np.uint32) + i for i in range(3)]
+    x, y, z = map(cuda_ops.from_host, host)
+    side = cupy.cuda.Stream(non_blocking=True)
+    events = [cupy.cuda.Event(disable_timing=True) for _ in range(2)]
+
+    def step(source, target, slow):
+        sizes = np.int32(SIZE), np.int32(FACTOR), np.uint64(slow)
+        launch(kernels, "step_kernel", SIZE // BLOCK, BLOCK, source, target, *sizes, defines={"WAITS": 1})
+
+    def chain():
+        main = cupy.cuda.get_current_stream()
+        for i in range(rounds):
+            step(x, y, i % 3 * 1500)
+            events[0].record(main)
+            side.wait_event(events[0])
+            with side:
+                step(y, z, (i + 1) % 3 * 2000)
+            events[1].record(side)
+            step(y, x, 0)
+            main.wait_event(events[1])
+            step(z, y, 500)
+
+    with cupy.cuda.Stream(non_blocking=True) as stream:
+        cupy.cuda.Device().synchronize()
+        chain()
+        launched = chain if way == "stream" else capture(chain, stream)[0].launch
+        for _ in range(replays):
+            launched()
+        stream.synchronize()
+    order = np.arange(SIZE, dtype=np.int64) * FACTOR % SIZE
+    three = np.uint32(3)
+    a, b, c = host
+    for _ in range(rounds * (1 + replays)):
+        b = three * a[order] + b
+        c = three * b[order] + c
+        a = three * b[order] + a
+        b = three * c[order] + b
+    for found, expected in zip((x, y, z), (a, b, c), strict=True):
+        np.testing.assert_array_equal(cuda_ops.to_host(found), expected)
+
+
+@pytest.mark.parametrize("way", ["stream", "graph"])
 def test_kernels_begin_before_those_before_them_end_and_wait_for_them(cuda_ops, kernels, way):
     if current_device().arch < (9, 0):
         pytest.skip("kernels of this device cannot begin early")
