@@ -276,6 +276,8 @@ def _hasty(stem, name, opcodes) -> str | None:
         return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
     if touches.size and touches[0] < waits[0]:
         return "may touch global memory before await_predecessor()"
+    if (opcodes[: waits[0]] == machine_code.EXIT).any():
+        return "may end before await_predecessor(), and let those behind it begin too early"
     return None
 
 
@@ -309,6 +311,7 @@ HASTY = {
     "": "waits for its predecessor 0 times",
     "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
     "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
+    "if (threadIdx.x > 31) return; await_predecessor();": "may end before",
     "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
 }
 
