@@ -12,6 +12,7 @@ from minidl.cuda.capture import capture
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch, overlapping
 from minidl.cuda.machine_code import waiting
+from minidl.cuda.spin import spin
 from minidl.step import EagerStep
 from tests import cuda_graphs
 from tests.small_steps import bits, small_model
@@ -165,6 +166,7 @@ def test_kernels_begin_before_those_before_them_end_and_wait_for_them(cuda_ops, 
         when = cuda_ops.zeros((count, 3), np.uint64)
 
         def chain():
+            spin(5e-3)  # all are launched by the time that the first begins
             for row in when:
                 launch(kernels, "clock_kernel", 1, 1, row, np.uint64(20_000), defines={"WAITS": 1})
 
