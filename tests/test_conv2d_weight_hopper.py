@@ -212,6 +212,20 @@ def test_large_products_keep_the_multiprocessors_busy():
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
 
 
+def test_partial_sums_hold_little_more_than_the_gradient():
+    """A small layer's would else be many times its size, a tile each: work space that a step must have room for."""
+    sizes = itertools.product((8, 16, 40, 64, 144), (8, 16, 32, 48, 96), (1, 3), (0, 1))
+    for filters, channels, kernel, tf32 in sizes:
+        w, pad = (filters, kernel, kernel, channels), (kernel // 2,) * 2
+        conv = convolution("test", (16, 32, 32, channels), w, (1, 1), pad, (1, 1), 1)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
+        if planned.summed is None:
+            continue
+        held = -(-filters // 16) * kernel**2 * -(-channels // 16) * 256
+        one = filters <= 64 and channels <= 64 and not tf32  # tile of rows, span of channels
+        assert planned.summed.values <= (1.3 if one else 3) * planned.parts * held, conv
+
+
 def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
     def pays(channels, kernel, tf32=0):
         w = 64, *kernel, channels

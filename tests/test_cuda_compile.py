@@ -136,6 +136,12 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+    for shape, filters, kernel, stride, padding in STEMS:
+        where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "tf32": 1}
+        x, w = ops.empty(shape, float32), ops.empty((filters, *kernel, shape[-1]), float32)
+        ops.conv2d(x, w, *_parameters(filters), **where)
+        ops.conv2d(x, w, relu=True, **where)
+        ops.conv2d(ops.empty(x.size + 1, float32)[1:].reshape(shape), w, **where)
 
 
 def call_conv2d_thin() -> None:
