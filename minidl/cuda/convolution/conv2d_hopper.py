@@ -18,10 +18,11 @@ from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, SIGNED_COLUMNS, spread_out, views_of
+from minidl.cuda.convolution.conv2d_hopper_views import SIGNED_COLUMNS, spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
     STAGE_ROW,
     Planned,
     Walk,

@@ -6,10 +6,21 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.convolution.conv2d_plan import Convolution
-from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
+from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
+    STAGE_ROW,
+    columns_of,
+    depth_of,
+    is_flat,
+    itemsize_of,
+    reads,
+    walks_of,
+)
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
@@ -157,7 +168,7 @@ def microseconds(
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    multiplied = stages / tiles
+    multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
@@ -165,6 +176,26 @@ def microseconds(
     arithmetic = max(rounds * busy, fetched)
     memory = _memory(conv, backward, code)
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
+    """Stages of the multiprocessor that has most, of a strided data gradient: tiles of some classes of pixels have
+    several times as many as others, and where there are few tiles whoever has one more of the long ones is waited for.
+    """
+    walks, columns = walks_of(conv, True), ceil_div(columns_of(conv, True), tile.columns)
+    chunks, most = ceil_div(depth_of(conv, True), STAGE_ROW // itemsize_of(code)), 0
+    group = device.multiprocessors * tile.resident
+    for launch in (walks[i : i + CLASSES] for i in range(0, len(walks), CLASSES)):
+        stages = np.array([h.taps * w.taps * chunks for h, w in launch])
+        left = np.array([ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch])
+        # As conv2d_hopper.cu deals them: round by round of all blocks through classes that have taps, then what is left.
+        reached = stages > 0
+        cycles = int(left[reached].min()) // group if reached.any() else 0
+        left -= cycles * group * reached
+        rest = np.repeat(stages, left)
+        rest = np.pad(rest, (0, -len(rest) % group)).reshape(-1, tile.resident, device.multiprocessors)
+        most += cycles * tile.resident * int(stages.sum()) + int(rest.sum((0, 1)).max(initial=0))
+    return most
 
 
 def _memory(conv: Convolution, backward: bool, code: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, HopperTile
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
     STAGE_ROW,
     Walk,
     columns_of,
@@ -16,9 +17,8 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.hopper import BYTES, TF32, View, Views
 from minidl.cuda.norm.signs import signs_pitch
 
-__all__ = ["CLASSES", "SIGNED_COLUMNS", "spread_out", "views_of"]
+__all__ = ["SIGNED_COLUMNS", "spread_out", "views_of"]
 
-CLASSES = 4  # parity classes of one launch, at most
 SIGNED_COLUMNS = 128  # of a tile's rows signs are 16 bytes, what the copy engine moves at least
 
 
