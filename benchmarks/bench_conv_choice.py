@@ -150,7 +150,7 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     a = _arguments()
     install(NOTHING)
-    device, questions, started = current_device(), _questions(a), time.perf_counter()
+    device, machine, questions, started = current_device(), machine_record(), _questions(a), time.perf_counter()
     nvrtc.compile_all(variants(questions, device), nvrtc.target(device.arch))
     rows: list[dict[str, Any]] = []
     for i, question in enumerate(questions):
@@ -160,13 +160,13 @@ def main() -> None:
         rows.append(_row(question))
         print(f"{i + 1} of {len(questions)}: {' '.join(_cells(rows[-1]))}", file=sys.stderr, flush=True)
         if a.json:  # what there is, in case that the rest takes too long
-            write(a.json, result("bench_conv_choice", rows, machine_record()))
+            write(a.json, result("bench_conv_choice", rows, machine))
     notes = _behind(sorted(rows, key=_kind))
     rows.sort(key=lambda row: row["peers"]["tuned"] / row["ms"])
     columns = ["convolution and pass", "type", "us", "tuned us", "spread", "loss", "kernel", "tuned kernel"]
     show("kernels chosen without tuning, worst first", columns, list(map(_cells, rows)), notes=notes)
     if a.json:
-        write(a.json, result("bench_conv_choice", rows, machine_record()))
+        write(a.json, result("bench_conv_choice", rows, machine))
 
 
 if __name__ == "__main__":

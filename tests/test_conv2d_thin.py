@@ -23,6 +23,8 @@ from tests.tolerance import assert_close, draw, draw_integers
 
 EVERY = pytest.mark.parametrize("storage", [bfloat16, float16, float32], ids=["bf16", "fp16", "fp32"])
 
+EVERY_HALF = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+
 
 def _case(pixels: tuple[int, int, int], channels: int, filters: int) -> Case:
     return Case(f"{channels}-{filters}-{'x'.join(map(str, pixels))}", (*pixels, channels), (filters, 1, 1))
@@ -36,6 +38,10 @@ CASES = [
     _case((2, 9, 8), 48, 8), _case((1, 9, 8), 130, 9), _case((1, 9, 8), 64, 15), _case((1, 11, 12), 520, 16),
     _case((2, 9, 8), 1, 24), _case((1, 9, 8), 4, 36), _case((1, 9, 8), 7, 33), _case((1, 9, 8), 10, 260),
     _case((2, 40, 41), 72, 12), _case((2, 40, 41), 13, 200),
+]  # fmt: skip
+HALVES = [
+    _case((2, 9, 8), 24, 144), _case((2, 9, 8), 144, 24), _case((1, 9, 8), 32, 130), _case((2, 5, 7), 200, 31),
+    _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
 
@@ -81,18 +87,30 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
             assert not set(mine[:3]) & set(_stems(other, dtype)), other.name
     assert _stems(_case((32, 256, 256), 64, 2), float32, tf32=1) == mine
     assert not set(mine[:3]) & set(_stems(_case((32, 256, 256), 64, 16), bfloat16)), "as fast, and with fusions"
-    for channels, filters in ((16, 96), (96, 16), (16, 80)):  # rows that leave a stage of Hopper's kernels half empty
+    for channels, filters in (
+        (16, 96),
+        (96, 16),
+        (16, 80),
+        (24, 144),
+        (144, 32),
+    ):  # rows that leave a stage of Hopper's kernels half empty
         assert _stems(_case((32, 256, 256), channels, filters), bfloat16)[:2] == mine[:2]
         assert mine[2] not in _stems(_case((32, 256, 256), channels, filters), bfloat16)
 
 
 @pytest.mark.parametrize(
-    "case", [_case((1, 9, 9), 32, 17), Case("3x3", (1, 9, 9, 64), (2, 3, 3)), _case((1, 9, 9), 8192, 16)]
+    "case", [_case((1, 9, 9), 40, 33), Case("3x3", (1, 9, 9, 64), (2, 3, 3)), _case((1, 9, 9), 8192, 16)]
 )
 def test_what_they_cannot_do_is_refused(case):
     with family("thin"), pytest.raises(ValueError, match="family"):
         _stems(case, bfloat16)
     assert not conv2d_thin.applies(plan_of(case), 1)
+
+
+def test_more_than_sixteen_are_for_16_bits_and_no_weight_gradient():
+    conv = plan_of(_case((1, 9, 9), 32, 17))
+    assert conv2d_thin.applies(conv, 1) and not conv2d_thin.applies(conv, 1, weight=True)
+    assert not conv2d_thin.applies(conv, 0)
 
 
 @pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -111,6 +129,18 @@ def test_blocks_take_every_row_once_and_chunks_do_not_depend_on_the_device(case,
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@cases(HALVES)
+@EVERY_HALF
+def test_whole_numbers_give_the_bits_of_the_definition_beyond_sixteen(thin, case, storage, rng):
+    hosts = draws(rng, case, storage)
+    add = draw_integers(rng, case.x, storage)
+    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
+    placed, (bias, dbias, added) = put(thin, *hosts), put(thin, *some, add)
+    same(both(thin, case, *placed), both_expected(case, *hosts, storage))
+    found = both(thin, case, *placed, forward_bias=bias, bias=dbias, add=added)
+    same(found, both_expected(case, *hosts, storage, *some, add))
 
 
 @cases(CASES)

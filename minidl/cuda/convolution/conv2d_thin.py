@@ -19,7 +19,7 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW = 16  # channels on one side, at most
+FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types, but for weight gradients
 MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
 CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
 THREADS = 256
@@ -59,19 +59,24 @@ def _sides(conv: Convolution) -> _Sides:
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int) -> bool:
-    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side."""
+def applies(conv: Convolution, code: int, weight: bool = False) -> bool:
+    """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
+    types 32. ``weight``: a weight gradient, of 16 in every type.
+    """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return sides.few <= FEW and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
+    return (
+        sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
+    )
 
 
 def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> bool:
     """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
     rows have something for most of the four threads that share one.
 
-    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way.
+    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way. Beyond
+    16 these take bytes alone into account: a row's products still take less than its loads.
 
     Args:
         weight: of a weight gradient.
@@ -84,7 +89,7 @@ def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> 
         return few <= MOST_ROUNDED
     # On an H200, 16-96 at 112x112: forward 196 us, Hopper's tiles 380; data gradient 224, and 436.
     ragged = code > 0 and not weight and wide > CHUNK and wide % CHUNK != 0
-    return few <= MOST_ALWAYS or not units or ragged
+    return few <= MOST_ALWAYS or ragged or (few <= FEW and not units)
 
 
 def gather(
