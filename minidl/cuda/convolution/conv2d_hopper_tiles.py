@@ -101,10 +101,12 @@ IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
 # the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`).
+# starts within a sector (see `reads`): once for a pixel, for what one of its stages leaves of a line the next finds there.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
-ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
+# Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
+FIRST = 3.0
 # What a window's stage is spared of products where the depth is less.
 SHALLOW = 0.8
 # How much longer a window's stage takes of float32 where other output channels fetch the window, too.
@@ -167,13 +169,13 @@ def microseconds(
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
-    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
+    fetched = stages * tile.fetched * (ROW + (CROSSING * lines + ODD * odd) / ceil_div(depth, channels))
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
-    arithmetic = max(rounds * busy, fetched)
+    arithmetic = max(rounds * busy, fetched) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
