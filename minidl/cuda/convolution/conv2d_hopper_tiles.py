@@ -101,7 +101,7 @@ IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
 # the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`): once for a pixel, for what one of its stages leaves of a line the next finds there.
+# starts within a sector (see `reads`): once for a pixel, as what one of its stages leaves of a line the next finds.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5

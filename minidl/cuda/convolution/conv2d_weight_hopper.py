@@ -31,6 +31,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     halo_views,
     normalizes,
     options,
+    rows_first,
     shares,
     span_of,
     taken,
@@ -41,7 +42,7 @@ from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import address, rows
 from minidl.precision import float32
-from minidl.shapes import Pair, ceil_div, round_up
+from minidl.shapes import ceil_div, round_up
 
 __all__ = [
     "HALO",
@@ -84,6 +85,7 @@ _SUM = struct(
 )
 
 
+_MANY = 4e8  # bytes of both arrays
 _PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 # Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
 ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
@@ -220,7 +222,8 @@ def plan(
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
         "further_h": further_h, "further_w": further_w, "mode": int(accumulate),
     }  # fmt: skip
-    turns = _turns(conv, tile, tiles, division)
+    down = not grid and rows_first(taps * channels > rows, division)
+    turns = {"turn_m": 1, "turn_n": tiles[0]} if down else {"turn_m": tiles[1], "turn_n": 1}
     lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
     held = _held(tile, rows, channels, span) if division.parts > 1 else _Held(*tile.size, span)
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
@@ -233,11 +236,9 @@ def plan(
     else:
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
-        defines |= {
-            "FLAT": int(_flat(conv)),
-            "TURNS": int(division.tiles > 1),
-            "ONCE": _once(conv, tile, tiles, division),
-        }
+        at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
+        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
+        defines["ONCE"] = _passing(conv, code) if at_once else 0
         defines |= {"TF32": int(tf32)} if tf32 else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
     sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
@@ -247,12 +248,12 @@ def plan(
     return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
 
 
-def _turns(conv: Convolution, tile: WeightTile | HaloTile, tiles: Pair, division: Division) -> dict[str, int]:
-    return {"turn_m": tiles[1], "turn_n": 1} if division.tiles == 1 else {"turn_m": 1, "turn_n": tiles[0]}
-
-
-def _once(conv: Convolution, tile: WeightTile, tiles: Pair, division: Division) -> int:
-    return 3 * (division.tiles == 1 and conv.groups * prod(tiles) * division.chunks <= tile.resident * WORKERS)
+def _passing(conv: Convolution, code: int) -> int:
+    """Which arrays leave the L2 cache first, the macro ONCE, where all blocks run at a time: both; but where they are
+    many times what it holds, the larger alone, so that the other is still there for those behind (16 bits, 1x1).
+    """
+    dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
+    return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2
 
 
 class _Held(NamedTuple):
