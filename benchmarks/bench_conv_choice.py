@@ -142,7 +142,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=32, help="images of --network (default 32)")
     parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=PASSES)
     parser.add_argument("--precision", nargs="+", choices=sorted(DTYPES), default=["bf16"])
-    parser.add_argument("--seconds", type=float, help="begin no other pass after so long")
+    parser.add_argument("--seconds", type=float, help="begin no other pass so long after all is compiled")
     parser.add_argument("--json", metavar="PATH", help="write the result file here")
     return parser.parse_args()
 
@@ -150,11 +150,12 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     a = _arguments()
     install(NOTHING)
-    device, machine, questions, started = current_device(), machine_record(), _questions(a), time.perf_counter()
+    device, machine, questions = current_device(), machine_record(), _questions(a)
     nvrtc.compile_all(variants(questions, device), nvrtc.target(device.arch))
+    started = time.perf_counter()
     rows: list[dict[str, Any]] = []
     for i, question in enumerate(questions):
-        if a.seconds and time.perf_counter() - started > a.seconds:
+        if rows and a.seconds and time.perf_counter() - started > a.seconds:
             print(f"{len(questions) - i} of {len(questions)} passes left out: time is up", file=sys.stderr)
             break
         rows.append(_row(question))

@@ -34,9 +34,10 @@
 // fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
-// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and of
-// dy alone 6 of 133 at 64-256 on 56x56, where tiles have the same x; where operands are read again later it would cost up to a quarter (25088-4096 fully connected). Chunks of lots of tiles lose where x and
-// dy are more than that cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6
+// of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
+// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn
+// reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
