@@ -238,17 +238,22 @@ def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
 
 @EVERY_TILE
 def test_every_tile_compiles_and_fits(tile, tf32):
-    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
+    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters; partial
+    sums that hold little of a tile."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
-    kinds = ((1, 1, (1, 1), 1), (2, 1, (2, 2), 4), (1, 2, (2, 1), 4), (2, 2, (1, 2), 4), (1, 1, (3, 1, 2), 4))
-    for code, stride, division, vec_y in kinds:
+    much, little = (512, 64), (40, 24)
+    kinds = (
+        (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
+        (1, 1, (3, 1, 2), 4, much), (1, 1, (2, 2), 4, little), (2, 1, (4, 1), 4, little),
+    )  # fmt: skip
+    for code, stride, division, vec_y, (filters, channels) in kinds:
         if len(division) > 2 and not hopper.shares(tile, tf32):
             continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
-        conv = convolution("test", (4, 16, 16, 64), (512, *kernel, 64), strides, (0, 0), (1, 1), 1)
-        forced = tile, hopper.Division(*division)
-        planned = hopper.plan(conv, 0 if tf32 else code, (64, 512), vec_y, False, forced, tf32=tf32)
+        conv = convolution("test", (4, 16, 16, channels), (filters, *kernel, channels), strides, (0, 0), (1, 1), 1)
+        forced, pitches = (tile, hopper.Division(*division)), (channels, filters)
+        planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, tf32=tf32)
         variants.add((planned.stem, tuple(planned.defines.items())))
         if planned.summed:
             variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))
