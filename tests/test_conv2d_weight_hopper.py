@@ -212,6 +212,18 @@ def test_large_products_keep_the_multiprocessors_busy():
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
 
 
+def test_blocks_in_either_order_have_every_tile_and_neighbours_share_the_larger_array():
+    for (filters, channels), division in itertools.product(((256, 128), (128, 256)), ((2, 1), (1, 2))):
+        conv = convolution("test", (8, 28, 28, channels), (filters, 1, 1, channels), (1, 1), (0, 0), (1, 1), 1)
+        forced = hopper.TILES[-1], hopper.Division(*division)
+        problem = hopper.plan(conv, 1, (channels, filters), 4, False, forced).problem[0]
+        down, across, turn_m, turn_n = (int(problem[name]) for name in ("tiles_m", "tiles_n", "turn_m", "turn_n"))
+        tiles = [(i // turn_m % down, i // turn_n % across) for i in range(down * across)]
+        assert len(set(tiles)) == down * across == filters * channels // 64**2
+        shared = int((channels > filters) != (division[1] > 1))  # columns, of x; of clusters the other way round
+        assert tiles[0][shared] == tiles[1][shared] and tiles[0][1 - shared] != tiles[1][1 - shared]
+
+
 def test_partial_sums_hold_little_more_than_the_gradient():
     """A small layer's would else be many times its size, a tile each: work space that a step must have room for."""
     sizes = itertools.product((8, 16, 40, 64, 144), (8, 16, 32, 48, 96), (1, 3), (0, 1))
