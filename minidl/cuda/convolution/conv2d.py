@@ -385,7 +385,7 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     thin = conv2d_thin.applies(conv, code, which == "backward_weight")
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
+    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
     tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
     slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)
