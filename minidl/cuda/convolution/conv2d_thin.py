@@ -75,8 +75,8 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bo
     """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
     rows have something for most of the four threads that share one.
 
-    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way; from 17
-    on they are faster at reading such rows.
+    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way; from
+    17 on they are faster at reading such rows.
 
     Args:
         which: forward, backward_data or backward_weight.
