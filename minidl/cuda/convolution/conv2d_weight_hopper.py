@@ -222,7 +222,7 @@ def plan(
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
         "further_h": further_h, "further_w": further_w, "mode": int(accumulate),
     }  # fmt: skip
-    down = not grid and rows_first(taps * channels > rows, division)
+    down = not grid and rows_first(conv, division)
     turns = {"turn_m": 1, "turn_n": tiles[0]} if down else {"turn_m": tiles[1], "turn_n": 1}
     lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
     held = _held(tile, rows, channels, span) if division.parts > 1 else _Held(*tile.size, span)

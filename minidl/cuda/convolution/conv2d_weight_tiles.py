@@ -354,16 +354,19 @@ def taken(
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
-def rows_first(wide: bool, division: Division) -> bool:
-    """Whether blocks count tiles along rows before those along columns. ``wide``: there are more columns than rows.
+def rows_first(conv: Convolution, division: Division) -> bool:
+    """Whether blocks count tiles along rows before those along columns.
 
     Blocks whose numbers follow each other are served best by what they have in common, and that should be the pixels of
-    the side with more channels, which are more bytes: of x, if the product is wide (1x1 512-128 at 28x28 pixels and
-    batch 256 in tiles of 64x64: 73 us, the other way 95; of 64x256 71, or 73 to 82, as far as blocks drift apart).
-    Clusters are dealt out among groups of multiprocessors: what follows each other is far apart, and it is the other
-    way round (2048-512 at 7x7 in 64x256: 51 us, 57). Blocks of several tiles have those of a few rows and columns.
+    the side with more channels, which are more bytes (1x1 512-128 at 28x28 pixels and batch 256 in tiles of 64x64: 73
+    us, the other way 95; of 64x256 71, or 73 to 82, as far as blocks drift apart). Several taps have x nearly in common
+    either way. Clusters are dealt out among groups of multiprocessors: what follows each other is far apart, and it is
+    the other way round (2048-512 at 7x7 in 64x256: 51 us, 57). Blocks of several tiles have those of a few rows and
+    columns.
     """
-    return division.tiles > 1 or wide != (division.cluster > 1)
+    if division.tiles > 1 or conv.kernel != (1, 1):
+        return division.tiles > 1
+    return (conv.channels > conv.out_channels) != (division.cluster > 1)
 
 
 def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
@@ -400,7 +403,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                down = rows_first(conv.kernel[0] * conv.kernel[1] * channels > rows, division)
+                down = rows_first(conv, division)
                 copied, copy = _copy(tiles, conv.groups, division, tile, span, rates, down)
                 step = max(product, copy * slower, normalizing)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
