@@ -169,7 +169,7 @@ class AdaptiveAvgPool2d(Layer):
     """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling."""
 
     accepts_add = True
-    accepts_gated = True
+    accepts_owed = (GatedGradient,)
 
     def __init__(self, output_size: int | Pair, *, name: str | None = None):
         super().__init__(name)
