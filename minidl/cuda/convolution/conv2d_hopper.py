@@ -18,9 +18,10 @@ from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, spread_out, views_of
+from minidl.cuda.convolution.conv2d_hopper_views import spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
     STAGE_ROW,
     Planned,
     Walk,
