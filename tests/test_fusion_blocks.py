@@ -1,4 +1,4 @@
-"""Laws of batch norms over concatenations and under max poolings: as in separate passes, in fewer bytes."""
+"""Laws of batch norms over concatenations, under poolings and under one sum: as in separate passes, in fewer bytes."""
 
 from __future__ import annotations
 
@@ -146,9 +146,43 @@ def test_a_transposed_convolution_masks_the_gradient_that_it_alone_gives(cpu_ops
 def test_statistics_of_a_concatenation_are_taken_once(cpu_ops, monkeypatch):
     """Of the block's first part, once for itself and once for the concatenations; of what is added, by convolutions."""
     taken, own = [], cpu_ops.batch_norm_stats
-    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x: taken.append(x.shape[-1]) or own(x))
+    monkeypatch.setattr(cpu_ops, "batch_norm_stats", lambda x, **o: taken.append(x.shape[-1]) or own(x))
     run(fused(dense, "statistics", cpu_ops), steps=1)
     assert sorted(taken) == [16] * 4
     taken.clear()
     run(fused(dense, "elementwise", cpu_ops), steps=1)
     assert sorted(taken) == 8 * [16] + 2 * [24] + 2 * [32]
+
+
+def projected(crossed):
+    """A block and its projection, which comes behind it as in a ResNet, or before and stands second all the same."""
+    graph = m.Graph()
+
+    def norm(x, channels, name, kernel=3):
+        conv = m.Conv2d(channels, 16, kernel, padding=kernel // 2, bias=False, name=f"{name}.conv")(x)
+        return m.BatchNorm2d(16, name=f"{name}.bn")(conv)
+
+    x = m.ReLU(name="relu0")(norm(graph.input((6, 6, 24)), 24, "stem"))
+    side = norm(x, 16, "side", 1) if crossed else None
+    main = norm(x, 16, "main")
+    x = m.ReLU(name="relu1")(m.Add(name="add")(main, side or norm(x, 16, "side", 1)))
+    x = m.ReLU(name="relu2")(norm(x, 16, "last"))
+    return graph.output(m.Linear(36 * 16, 5, name="fc")(m.Flatten()(x)))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("crossed", [False, True])
+def test_the_sums_of_two_batch_norms_below_one_sum(ops, crossed, precision):
+    """The bits of passes of their own, where no convolution masks the gradient on the way."""
+    found = [
+        run(fused(lambda: projected(crossed), how, ops, precision=precision)) for how in ("elementwise", "gradients")
+    ]
+    close(*found, 0.0 if ops.name == "cpu" or precision == "fp32" else 2.0**-6)
+
+
+@pytest.mark.parametrize("crossed", [False, True])
+def test_a_projection_behind_its_block_takes_the_sums_of_both(cpu_ops, crossed, monkeypatch):
+    calls, own = [], cpu_ops.batch_norm_backward_apply_stats
+    monkeypatch.setattr(cpu_ops, "batch_norm_backward_apply_stats", lambda *a: calls.append(1) or own(*a))
+    run(fused(lambda: projected(crossed), "gradients", cpu_ops), steps=1)
+    assert len(calls) == (not crossed)
