@@ -184,8 +184,9 @@ class Plan:
         fingerprint: of the sites (`fingerprint`).
         setting: what the measurements hold for that chose it (`minidl.fusion.kept.setting`); None: any.
         evidence: what was measured, one record for each group of batch norms that share a kernel.
-        contest: whole passes of the network by several plans, the fastest of which this one is: ``plan``, ``ms`` and
-            ``spread`` of each, the one put together of the fastest ways under the name ``"composed"``.
+        contest: whole passes of the network by several plans, whose winner this one is: ``plan``, ``ms`` and ``spread``
+            of each, and of how many ``turns`` it was ``ahead`` of ``"auto"``; ``"composed"`` is the one put together of
+            the fastest ways.
     """
 
     sites: dict[str, str]

@@ -21,7 +21,7 @@ from minidl.cuda import capture, nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion.chain import Term, best
-from minidl.fusion.contest import Whole, can_run_alone, contestants
+from minidl.fusion.contest import Whole, can_run_alone, contestants, record, winner
 from minidl.fusion.cost import Machine, heuristic, predict, runs_as, site_cost
 from minidl.fusion.piece import Cut, Piece, cut
 from minidl.fusion.plans import (
@@ -57,7 +57,8 @@ __all__ = [
 
 PASSES = ("forward", "backward")
 BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.0)
-SAMPLED = 100  # times as long is a sample of a whole network: what it is slowed down by power shows
+# Of whole networks: samples so long that it shows what power slows them down, so many that they tell one in forty.
+WHOLE = Budget(samples=12, seconds=float("inf"), sample_ms=100.0)
 
 Switches = frozenset[tuple[str, str]]
 Ways = tuple[str, ...]
@@ -74,10 +75,10 @@ class Clock(Protocol):
 
 
 class DeviceClock:
-    """Times pieces on the device of an operation table."""
+    """Times pieces on the device of an operation table, and whole networks by a budget of their own."""
 
-    def __init__(self, ops: ModuleType, precision: Precision, budget: Budget = BUDGET):
-        self._ops, self._precision, self._budget = ops, precision, budget
+    def __init__(self, ops: ModuleType, precision: Precision, budget: Budget = BUDGET, whole: Budget = WHOLE):
+        self._ops, self._precision, self._budget, self._whole = ops, precision, budget, whole
         self._timer = timer(ops)
         self._piece: Piece | None = None
 
@@ -91,11 +92,10 @@ class DeviceClock:
         self.release()
         if not can_run_alone(graph):
             return None
-        budget = replace(self._budget, sample_ms=SAMPLED * self._budget.sample_ms)
         try:
             network = Whole(graph, batch, self._ops, self._precision)
             with network.held():
-                return self._timer.in_turns([[partial(network, on)] for on in variants], budget)
+                return self._timer.in_turns([[partial(network, on)] for on in variants], self._whole)
         except MemoryError:  # as where activations are to travel in training
             return None
         finally:
@@ -368,7 +368,7 @@ def fastest(
     measured: Measured,
     clock: Clock,
 ) -> Plan:
-    """The plan put together of what was measured; or a fixed one, or the model's, where that is faster as a whole.
+    """The model's plan; or that put together of what was measured, or a fixed one, where it is faster as a whole.
 
     Args:
         found: the network's `groups`.
@@ -380,15 +380,12 @@ def fastest(
     composed = Plan(ways, fingerprint(sites), evidence=measured.evidence)
     auto = heuristic(graph, sites, precision, machine)
     runs = lambda plan: tuple(group.runs(plan) for group in found)  # noqa: E731
-    plans = contestants(sites, composed, {"auto": auto}, measured.terms, runs)
+    plans = contestants(sites, auto, composed, measured.terms, runs)
     timings = clock.whole(graph, batch, [modes_on(sites, plan) for plan in plans.values()])
     if timings is None:
         return composed
-    contest = [
-        {"plan": name, "ms": timing.ms, "spread": timing.spread} for name, timing in zip(plans, timings, strict=True)
-    ]
-    winner = min(contest, key=lambda row: row["ms"])["plan"]
-    return replace(composed, sites=plans[winner].sites, contest=contest)
+    named = dict(zip(plans, timings, strict=True))
+    return replace(composed, sites=plans[winner(named)].sites, contest=record(named))
 
 
 def told(plan: Plan) -> str:
