@@ -480,3 +480,14 @@ def test_a_compiled_step_sees_every_mode_that_a_plan_sets():
         fusion.fuse(model, how)
         seen.add(model.modes())
     assert len(seen) == len(fusion.PLANS)
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "densenet121"])
+def test_a_plan_changes_nothing_but_modes(name):
+    """Not even what has the name of another layer's mode: the gates that leave a gradient to a pooling."""
+    model = m.Model(models.build(name, (32, 32, 3), 4))
+    before = [dict(vars(layer)) for layer in model.layers]
+    for how in fusion.PLANS:
+        fusion.fuse(model, how)
+        for layer, old in zip(model.layers, before, strict=True):
+            assert {key for key, value in vars(layer).items() if value is not old.get(key)} <= {*layer.modes}
