@@ -150,7 +150,7 @@ def modes_on(sites: Iterable[Site], plan: Plan) -> frozenset[tuple[str, str]]:
 
 
 def set_modes(layers: Iterable[Layer], on: Set[tuple[str, str]]) -> None:
-    """Let layers have exactly these modes, (name, attribute) each, of those that plans set and layers name as theirs."""
+    """Let layers have exactly these modes, (name, attribute) each, of those that plans set and layers name."""
     for layer in layers:
         for attribute in dict.fromkeys(mode.attribute for mode in MODES.values()):
             if attribute in layer.modes:
