@@ -359,7 +359,7 @@ def test_a_network_runs_as_a_whole_without_its_model_noticing(ops):
     assert model.modes() == modes and all((model.state_dict()[name] == x).all() for name, x in before.items())
 
 
-@pytest.mark.parametrize("name", ["resnet20", "densenet121", "unet", "mobilenet_v2"])
+@pytest.mark.parametrize("name", ["resnet20", "densenet121", "unet", "mobilenet_v2", "efficientnet_b0"])
 def test_every_model_of_the_library_runs_as_a_whole(name):
     """In a dry run, as kernels are compiled ahead."""
     graph = models.build(name, (32, 32, 3), 2)
