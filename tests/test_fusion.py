@@ -396,7 +396,12 @@ def test_costs_count_passes_by_hand():
     assert partner.taker == "layer1.1.conv1" and own.taker is None
     mixed = [fusion.site_cost(s, w, 2, 2) for s, w in ((own, "elementwise"), (partner, "elementwise+gradients"))]
     assert sum(c.backward_bytes for c in mixed) == 9 * size
-    for site in sites.values():  # each mode spares a pass
+    # EfficientNet's first gate: what it and its means read and write, 3 + 4 passes that no site counts, become 1 + 1
+    # of the batch norm's: statistics, means 1, product 2; all sums 2, the input's gradient 3
+    (gated, *_) = (s for s in fusion.find_sites(models.build("efficientnet_b0", (64, 64, 3), 10)) if s.gated)
+    cost = fusion.site_cost(gated, "elementwise+gated", 1, 1)
+    assert (cost.forward + 3, cost.backward + 4) == (4, 5)
+    for site in (*sites.values(), gated):  # each mode spares a pass
         costs = {way: fusion.site_cost(site, way, 2, 2).bytes for way in candidates(site)}
         for way, mode in itertools.product(costs, fusion.MODES):
             fewer = way_of(set(modes_of(way)) - {mode})
