@@ -27,6 +27,8 @@
 #include "activation.cuh"
 #include "affine.cuh"
 
+constexpr int FEW = sizeof(T) == 4 ? 2 : 3;  // blocks on a multiprocessor: vectors of float32 as long would spill in three
+
 DEVICE float slope(float dy, float z, float y, float a) { return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a); }
 
 #if defined(SUMS)
@@ -35,7 +37,7 @@ DEVICE float slope(float dy, float z, float y, float a) { return FUNCTION::gradi
 
 constexpr bool BACK = SUMS > 1;
 
-extern "C" __global__ void __launch_bounds__(256, BACK ? 3 : 4)
+extern "C" __global__ void __launch_bounds__(256, BACK ? FEW : 4)
 gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* __restrict__ moments,
                 const float* __restrict__ gamma, const float* __restrict__ beta, float* __restrict__ partials, float a,
                 Cut cut) {
@@ -169,7 +171,7 @@ gated_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, con
 
 // dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count) with g = dy times the slope; without sums (BATCH 0):
 // gamma*rstd*g.
-extern "C" __global__ void __launch_bounds__(256, sizeof(T) == 4 ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(256, FEW)
 gated_norm_backward_apply(const T* __restrict__ dz, const T* __restrict__ x, const float* __restrict__ moments,
                           const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ gate,
                           const T* __restrict__ dmean, const double* __restrict__ sums, const double* __restrict__ count,
