@@ -49,14 +49,13 @@ class Site:
     taker: str | None = None
     pooling: bool = False
     sole: bool = False
+    pooled: str | None = None
+    gated: str | None = None
 
     @property
     def shared(self) -> str | None:
         """The batch norm's name if its normalisation can be part of another layer's pass."""
         return None if self.kind in ("alone", "bare") else self.name
-
-    pooled: str | None = None
-    gated: str | None = None
 
     @property
     def summed(self) -> str | None:
