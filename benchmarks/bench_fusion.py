@@ -77,6 +77,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
     p.add_argument("--samples", type=int, default=7)
+    p.add_argument("--most-pairs", type=int, default=1000, help="of neighbours, evenly chosen where there are more")
     p.add_argument("--compile", action="store_true", help="only compile the kernels")
     p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
     p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
@@ -173,14 +174,16 @@ def _show_sites(rows: list[Row]) -> None:
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct pair of batch norms with a convolution between them: the plan's ways and the best."""
-    found, seen = tuned(a, case), set()
-    rows = []
+    found, distinct = tuned(a, case), {}
     for one, other in itertools.permutations(found.groups, 2):
         if {s.taker for s in one.sites} & {s.producer for s in other.sites} - {None}:
             piece = cut(found.graph, (*one.sites, *other.sites), found.setup.batch)
-            if piece is not None and piece.key not in seen:
-                seen.add(piece.key)
-                rows.append(_pair(found, piece, one, other))
+            if piece is not None:
+                distinct.setdefault(piece.key, (piece, one, other))
+    step = max(len(distinct) / a.most_pairs, 1.0)
+    chosen = [pair for i, pair in enumerate(distinct.values()) if int(i / step) != int((i - 1) / step) or i == 0]
+    print(f"{found.setup.title}: {len(chosen)} of {len(distinct)} pairs", flush=True)
+    rows = [_pair(found, *pair) for pair in chosen]
     found.clock.release()
     rows.sort(key=lambda row: -row["regret"])
     table = [
