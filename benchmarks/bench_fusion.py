@@ -180,8 +180,7 @@ def pairs(a: argparse.Namespace, case: str) -> list[Row]:
             piece = cut(found.graph, (*one.sites, *other.sites), found.setup.batch)
             if piece is not None:
                 distinct.setdefault(piece.key, (piece, one, other))
-    step = max(len(distinct) / a.most_pairs, 1.0)
-    chosen = [pair for i, pair in enumerate(distinct.values()) if int(i / step) != int((i - 1) / step) or i == 0]
+    chosen = list(distinct.values())[:: max(-(-len(distinct) // a.most_pairs), 1)]
     print(f"{found.setup.title}: {len(chosen)} of {len(distinct)} pairs", flush=True)
     rows = [_pair(found, *pair) for pair in chosen]
     found.clock.release()
