@@ -43,11 +43,14 @@ from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
 from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
 from minidl.fusion.apply import machine_of
+from minidl.fusion.clock import BUDGET, DeviceClock
 from minidl.fusion.cost import heuristic
+from minidl.fusion.groups import Group, groups
 from minidl.fusion.map import compile_map, measure_map
+from minidl.fusion.measure import PASSES, compile_ahead, measure
 from minidl.fusion.piece import cut
-from minidl.fusion.tune import BUDGET, PASSES, DeviceClock, Group, compile_ahead, groups, measure, told
 from minidl.fusion.tune import fastest as fastest_plan
+from minidl.fusion.tune import told
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write

@@ -15,11 +15,14 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
 from minidl.fusion import chain, cost
+from minidl.fusion.clock import DeviceClock
 from minidl.fusion.contest import Whole, can_run_alone, winner
+from minidl.fusion.groups import groups
 from minidl.fusion.map import between, measure_map, points
+from minidl.fusion.measure import measure
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import candidates, modes_of, modes_on, switches, way_of
-from minidl.fusion.tune import DeviceClock, groups, measure, tune
+from minidl.fusion.tune import tune
 from minidl.layers.parallel_conv2d import ChannelParallelConv2d
 from minidl.precision import precision
 from minidl.profile.results import load
@@ -388,7 +391,7 @@ def test_without_room_for_a_whole_network_the_composed_plan_is_taken(cpu_ops, mo
     def full(*_):
         raise MemoryError("no bytes left")
 
-    monkeypatch.setattr("minidl.fusion.tune.Whole", full)
+    monkeypatch.setattr("minidl.fusion.clock.Whole", full)
     clock = DeviceClock(cpu_ops, FP32, Budget(samples=2, seconds=0.01, sample_ms=0.01))
     plan = tune(residual(), 2, FP32, cost.Machine.of(None), clock)
     assert plan.contest == [] and plan.evidence
