@@ -15,6 +15,7 @@
 // gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: LANES x 256/LANES threads; a
 //   thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk. Grid: tiles of LANES*VEC channels,
 //   then chunks, then samples. partials (SUMS, chunks, samples, C) float; chunks and LANES depend on the sizes alone.
+//   WHOLE: a sample is one chunk; then the results are written at once.
 // gated_norm_merge   Chunks in their order, a thread for each sample and channel: the means; or dgate, and
 //   parts (samples, 4, C) float.
 // gated_norm_parts   parts (samples, 2, C) float of the batch norm's two sums, as batch_norm_backward_merge takes them.
@@ -31,6 +32,25 @@ constexpr int FEW = sizeof(T) == 4 ? 2 : 3;  // blocks on a multiprocessor: vect
 
 DEVICE float slope(float dy, float z, float y, float a) { return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a); }
 
+// FUNCTION at z, and its slope there. Special functions, four for each value of a SiLU, would take longer than memory does.
+template <class F>
+DEVICE void both(float z, float a, float& y, float& s) {
+    y = F::value(z, a);
+    s = F::gradient(1.0f, F::KEEPS_OUTPUT ? y : z, a);
+}
+template <>
+__device__ __forceinline__ void both<silu>(float z, float, float& y, float& s) {
+    const Logistic at(z);
+    y = z * at.of;
+    s = at.of * fmaf(z, at.rest, 1.0f);
+}
+
+// The k-th sum of a sample and channel.
+DEVICE void finish(T* out, float* parts, int k, float sum, float factor, int sample, int channels, int channel) {
+    if (k == 0) out[i64(sample) * channels + channel] = from_float<T>(sum * factor);
+    if (k > 0) parts[(i64(sample) * 4 + k - 1) * channels + channel] = sum;
+}
+
 #if defined(SUMS)
 
 #include "sample_cut.cuh"
@@ -39,8 +59,8 @@ constexpr bool BACK = SUMS > 1;
 
 extern "C" __global__ void __launch_bounds__(256, BACK ? FEW : 4)
 gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* __restrict__ moments,
-                const float* __restrict__ gamma, const float* __restrict__ beta, float* __restrict__ partials, float a,
-                Cut cut) {
+                const float* __restrict__ gamma, const float* __restrict__ beta, float* __restrict__ partials,
+                T* __restrict__ out, float* __restrict__ parts, float a, float factor, Cut cut) {
     __shared__ float scratch[WARPS][SUMS][WIDTH];
     const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
     const int chunk = at % cut.chunks, sample = at / cut.chunks;
@@ -70,10 +90,14 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
                 if (BACK) unpack(more[u], g);
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) {
-                    const float z = normalize(v[e], mean[e], scale[e], shift[e]), y = FUNCTION::value(z, a);
-                    sum[0][e] = BACK ? fmaf(g[e], y, sum[0][e]) : sum[0][e] + y;
-#if SUMS > 1
-                    const float d = v[e] - mean[e], one = slope(1.0f, z, y, a), of = slope(g[e], z, y, a);
+                    const float z = normalize(v[e], mean[e], scale[e], shift[e]);
+#if SUMS == 1
+                    sum[0][e] += FUNCTION::value(z, a);
+#else
+                    float y, one;
+                    both<FUNCTION>(z, a, y, one);
+                    const float d = v[e] - mean[e], of = one == 0.0f ? 0.0f : g[e] * one;  // what is cut off is dropped
+                    sum[0][e] = fmaf(g[e], y, sum[0][e]);
                     sum[1][e] += of;
                     sum[2][e] += one;
                     sum[3][e] = fmaf(of, d, sum[3][e]);
@@ -101,7 +125,11 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
         float all = scratch[0][k][threadIdx.x];
 #pragma unroll
         for (int warp = 1; warp < WARPS; ++warp) all += scratch[warp][k][threadIdx.x];
-        partials[k * cut.chunks * stride + to] = all;
+        if (WHOLE) {
+            finish(out, parts, k, all, factor, sample, cut.channels, c);
+        } else {
+            partials[k * cut.chunks * stride + to] = all;
+        }
     }
 }
 
@@ -117,8 +145,7 @@ gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float*
     for (int k = 0; k < MERGED; ++k) {
         float sum = 0.0f;
         for (int chunk = 0; chunk < chunks; ++chunk) sum += partials[(i64(k) * chunks + chunk) * all + i];
-        if (k == 0) out[i] = from_float<T>(sum * factor);
-        if (k > 0) parts[(i64(sample) * 4 + k - 1) * channels + channel] = sum;
+        finish(out, parts, k, sum, factor, sample, channels, channel);
     }
 }
 

@@ -141,16 +141,17 @@ def _sums(
     dz = None if dz is None else as_rows(dz)
     out, parts = empty(shape, x.dtype), empty(rest, float32) if many > 1 else None
     cut = cut_pixels(x, dz, n, access=VALUES * x.itemsize, parameters=(moments, gamma, beta))
-    partials = empty((many, cut.chunks, n * channels), float32)
-    defines = cut.defines | {"UNROLL": UNROLL, "SUMS": many, "FUNCTION": struct_of(function)}
-    args = x, dz, moments, gamma, beta, partials, np.float32(slope), cut.argument
-    launch("gated_norm", "gated_norm_sums", cut.grid, BLOCK, *args, defines=defines)
+    whole = cut.chunks == 1
+    partials = None if whole else empty((many, cut.chunks, n * channels), float32)
     factor = np.float32(1.0 if many > 1 else n / rows(x)[0])
-    sizes = ints(n * channels, channels, cut.chunks)
-    launch(
-        "gated_norm", "gated_norm_merge", ceil_div(n * channels, BLOCK), BLOCK, partials, out, parts, *sizes, factor,
-        defines={"DTYPE": code, "MERGED": many, **_NO_VECTORS},
-    )  # fmt: skip
+    defines = cut.defines | {"UNROLL": UNROLL, "SUMS": many, "WHOLE": int(whole), "FUNCTION": struct_of(function)}
+    args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
+    launch("gated_norm", "gated_norm_sums", cut.grid, BLOCK, *args, defines=defines)
+    if not whole:
+        launch(
+            "gated_norm", "gated_norm_merge", ceil_div(n * channels, BLOCK), BLOCK, partials, out, parts,
+            *ints(n * channels, channels, cut.chunks), factor, defines={"DTYPE": code, "MERGED": many, **_NO_VECTORS},
+        )  # fmt: skip
     return out, parts
 
 
