@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from minidl.fusion import PLANS
@@ -23,14 +24,19 @@ _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
-    """(machine, row) of a part of bench_fusion."""
-    return [
-        (machine_of(file), row)
-        for machine in machines()
-        for file in load(machine, "bench_fusion")
-        for row in file["rows"]
-        if row["part"] == part
-    ]
+    """(machine, row) of a part of bench_fusion: of each case and precision those of the newest file that has any."""
+    files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
+    found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
+    for file in files:
+        rows = [(machine_of(file), row) for row in file["rows"] if row["part"] == part]
+        key = lambda pair: (pair[0], _case(pair[1]), pair[1]["dtype"])  # noqa: E731
+        found |= {one: [pair for pair in rows if key(pair) == one] for one in map(key, rows)}
+    return [pair for pairs in found.values() for pair in pairs]
+
+
+def _case(row: Row) -> str:
+    """What is measured at one go: a network, or all convolutions of one."""
+    return row["case"] if row["part"] != "convolutions" else row["case"].split()[0]
 
 
 def fused_steps() -> str:
