@@ -4,8 +4,9 @@
     python benchmarks/bench_train.py --device cuda --cases resnet50/256 unet/32 --precision bf16 tf32
     python benchmarks/bench_train.py --device cuda --cases resnet50/32 --arms compiled --peers torch-compile
 
-A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
-with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
+A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`), or
+serial, which is compiled with each kernel beginning when the last has ended; with a plan of batch-norm fusion after a
+colon: ``compiled:elementwise``. Both sides run the same layers from the same
 weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
 machine meets all, and each follows each of the others; after each block one step is timed that finds the GPU idle,
 until its call returns: the host's time.
@@ -34,6 +35,7 @@ from minidl import checks, models
 from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.compile import CompiledStep
+from minidl.cuda.launch import overlapping
 from minidl.fusion import fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
@@ -55,7 +57,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH[/PRECISION]")
     p.add_argument("--precision", nargs="+", default=["fp32"], help="of the cases that name none")
-    p.add_argument("--arms", nargs="+", metavar="ARM", help="eager or compiled, with :PLAN; default: all that apply")
+    p.add_argument("--arms", nargs="+", metavar="ARM", help="KIND[:PLAN]; default: all that apply")
     p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
     p.add_argument("--peers", nargs="*", choices=PEERS, help=f"of {', '.join(PEERS)}; default: all that apply")
@@ -126,8 +128,13 @@ class Ours:
     def arm(self, name: str) -> tuple[Step, Callable[[], None]]:
         """(one step, what to do before a run of them)."""
         kind, _, plan = name.partition(":")
-        step = {"eager": EagerStep, "compiled": CompiledStep}[kind](*self.parts)
-        return lambda: step(*self.batch), lambda: fuse(self.model, plan or "none")
+        step = {"eager": EagerStep, "compiled": CompiledStep, "serial": CompiledStep}[kind](*self.parts)
+
+        def run() -> Any:
+            with overlapping(kind != "serial"):
+                return step(*self.batch)
+
+        return run, lambda: fuse(self.model, plan or "none")
 
     def first_losses(self, name: str) -> tuple[list[float], int]:
         """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""

@@ -23,7 +23,6 @@ from minidl.model import Model
 
 __all__ = ["ImportReport", "convert_state", "export_weights", "import_weights", "torch_state"]
 
-_SHOWN = 8
 _IGNORED = re.compile(r"(^|\.)num_batches_tracked$")
 # Other spellings of names, tried in turn: wrappers around a whole network, DenseNets of 2017, timm's VGGs.
 _SPELLINGS = (
@@ -77,8 +76,7 @@ class ImportReport:
         for kind in ("missing", "unexpected", "mismatched"):
             names = getattr(self, kind)
             if names:
-                more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-                parts.append(f"{len(names)} {kind}: {', '.join(names[:_SHOWN])}{more}")
+                parts.append(f"{len(names)} {kind}: {checks.some(names)}")
         return "; ".join(parts)
 
 

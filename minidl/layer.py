@@ -38,6 +38,9 @@ _NO_PARAMS: dict[str, Any] = {}
 class Layer:
     """Base class of all layers.
 
+    Args:
+        name: what a graph calls it, behind the names of the scopes around it; default: the class's, in small letters.
+
     Attributes:
         name: dotted path in its graph ("layer1.0.conv1"), or the class name while it stands alone.
         params: named views of the parameters (see `minidl.params.LayerParams`).

@@ -108,8 +108,7 @@ class SGD(checks.Told):
         if not isinstance(model, Model):
             remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
             raise checks.bad_dtype(who, "model", "a Model", checks.describe(model), remedy)
-        if not 0 < loss_scale < math.inf:
-            raise checks.bad_value(who, "loss_scale", "positive and finite", loss_scale)
+        checks.number(who, "loss_scale", loss_scale, "above 0, finite", lambda v: 0 < v < math.inf)
         self.model, self.arena, self.ops = model, model.arena, model.ops
         self.nesterov, self.clip_value, self.clip_norm = nesterov, clip_value, clip_norm
         self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)

@@ -213,7 +213,7 @@ class Arena:
             group_bytes: or, by layer, what is enough for a message that ends there
                 (`minidl.profile.neighbourhood.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
-                With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + u) where the engine
+                With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + 2u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);
                 NCCL rounds at every hop. One rank alone rounds nothing.
         """

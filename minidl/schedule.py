@@ -54,8 +54,7 @@ class Step:
         milestones = tuple(checks.at_least("Step", "milestones", step, 0) for step in self.milestones)
         if list(milestones) != sorted(set(milestones)):
             raise checks.bad_value("Step", "milestones", "rising", self.milestones)
-        if not 0 < self.gamma < math.inf:
-            raise checks.bad_value("Step", "gamma", "above 0", self.gamma)
+        checks.number("Step", "gamma", self.gamma, "above 0, finite", lambda v: 0 < v < math.inf)
         object.__setattr__(self, "milestones", milestones)
 
     def __call__(self, step: int) -> float:
@@ -108,8 +107,7 @@ class Polynomial:
     def __post_init__(self) -> None:
         _rate("Polynomial", "lr", self.lr)
         checks.at_least("Polynomial", "total_steps", self.total_steps, 1)
-        if not 0 < self.power < math.inf:
-            raise checks.bad_value("Polynomial", "power", "above 0", self.power)
+        checks.number("Polynomial", "power", self.power, "above 0, finite", lambda v: 0 < v < math.inf)
         _rate("Polynomial", "final", self.final)
 
     def __call__(self, step: int) -> float:
@@ -139,11 +137,10 @@ class OneCycle:
     def __post_init__(self) -> None:
         _rate("OneCycle", "lr", self.lr)
         checks.at_least("OneCycle", "total_steps", self.total_steps, 2)
-        if not 0 < self.rise < 1:
-            raise checks.bad_value("OneCycle", "rise", "in (0, 1)", self.rise)
+        checks.number("OneCycle", "rise", self.rise, "in (0, 1)", lambda v: 0 < v < 1)
         for name in ("start_factor", "end_factor"):
-            if not 1 <= getattr(self, name) < math.inf:
-                raise checks.bad_value("OneCycle", name, "at least 1", getattr(self, name))
+            value = getattr(self, name)
+            checks.number("OneCycle", name, value, "of at least 1, finite", lambda v: 1 <= v < math.inf)
 
     def __call__(self, step: int) -> float:
         low, top, last = self.lr / self.start_factor, self.rise * self.total_steps - 1, self.total_steps - 1
@@ -223,5 +220,4 @@ def _parse(spec: str, lr: float, epochs: int, steps_per_epoch: int) -> Schedule:
 
 
 def _rate(who: str, argument: str, value: float) -> None:
-    if not 0 <= value < math.inf:
-        raise checks.bad_value(who, argument, "a finite number of at least 0", value)
+    checks.number(who, argument, value, "of at least 0, finite", lambda v: 0 <= v < math.inf)

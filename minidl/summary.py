@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from minidl import checks
 from minidl.profile.tables import plain
-from minidl.store import Slot, TensorStore
+from minidl.store import TensorStore, arrays_of, tensor_key
 
 __all__ = ["LayerSummary", "Summary", "summarize"]
 
@@ -71,15 +71,13 @@ class _Noting(TensorStore):
     def __init__(self) -> None:
         super().__init__()
         self.bytes: dict[str, int] = {}
-        self._owner = ""
+        self._seen: set[Hashable] = set()
 
     def save(self, owner: str, items: Mapping[str, Any]) -> None:
-        self._owner = owner
+        new = {tensor_key(array): array.nbytes for array in arrays_of(items.values())}
+        self.bytes[owner] = sum(count for key, count in new.items() if key not in self._seen)
+        self._seen |= new.keys()
         super().save(owner, items)
-
-    def hold(self, array: Any) -> Slot:
-        self.bytes[self._owner] = self.bytes.get(self._owner, 0) + array.nbytes
-        return super().hold(array)
 
 
 def summarize(model: Any, batch: int = 1) -> Summary:

@@ -74,6 +74,7 @@ class Trainer:
         average: taken after every step, evaluated in the place of the weights, and kept in checkpoints beside them.
         fusion: how batch norms run, as `minidl.fusion.fuse` takes it. None: as they were told to; on GPUs ``"auto"``
             where nobody told them.
+        display: shows how far an epoch is; None: a bar on a terminal with rich, else a line now and then, on rank 0.
 
     Attributes:
         stopped: the signal that ended `fit` before its time.

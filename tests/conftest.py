@@ -68,6 +68,18 @@ def cuda_ops(request):
     return backend.get_ops(request.param)
 
 
+@pytest.fixture
+def hopper(cuda_ops):
+    """The CUDA table with its convolutions on Hopper's kernels."""
+    from minidl.cuda.convolution.conv2d_family import family
+    from minidl.cuda.device import current_device
+
+    if current_device().arch != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    with family("hopper"):
+        yield cuda_ops
+
+
 @pytest.fixture(params=[float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request):
     return request.param

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 KERNEL, MEMCPY = 0, 1
 
@@ -42,22 +42,15 @@ class _Copy(ctypes.Structure):
     ]
 
 
+def call(name: str, *arguments: Any) -> None:
+    """A function of the driver, which must succeed."""
+    status = getattr(ctypes.CDLL("libcuda.so.1"), name)(*arguments)
+    assert status == 0, f"{name} failed with {status}"
+
+
 def read(graph: int) -> tuple[list[Node], list[tuple[int, int]]]:
     """Nodes in the order of capture, and edges (earlier, later) between their numbers."""
-    driver = ctypes.CDLL("libcuda.so.1")
-    count = ctypes.c_size_t()
-    handle = ctypes.c_void_p(graph)
-
-    def call(name, *arguments):
-        status = getattr(driver, name)(*arguments)
-        assert status == 0, f"{name} failed with {status}"
-
-    call("cuGraphGetNodes", handle, None, ctypes.byref(count))
-    handles = (ctypes.c_void_p * count.value)()
-    call("cuGraphGetNodes", handle, handles, ctypes.byref(count))
-    call("cuGraphGetEdges", handle, None, None, ctypes.byref(count))
-    early, late = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
-    call("cuGraphGetEdges", handle, early, late, ctypes.byref(count))
+    handles = _handles(graph)
     nodes = []
     for node in handles:
         kind = ctypes.c_int()
@@ -69,8 +62,31 @@ def read(graph: int) -> tuple[list[Node], list[tuple[int, int]]]:
             nodes.append(Node(MEMCPY, source, target))
         else:
             nodes.append(Node(kind.value))
+    return nodes, [edge for edge, _ in _edges(graph, handles)]
+
+
+def overlaps(graph: int) -> list[bool]:
+    """For each edge, by its nodes in the order of capture: whether the later may begin before the earlier ends."""
+    return [overlap for _, overlap in sorted(_edges(graph, _handles(graph)))]
+
+
+def _handles(graph: int) -> list[int]:
+    count = ctypes.c_size_t()
+    call("cuGraphGetNodes", ctypes.c_void_p(graph), None, ctypes.byref(count))
+    handles = (ctypes.c_void_p * count.value)()
+    call("cuGraphGetNodes", ctypes.c_void_p(graph), handles, ctypes.byref(count))
+    return list(handles)
+
+
+def _edges(graph: int, handles: list[int]) -> list[tuple[tuple[int, int], bool]]:
+    """Numbers of (earlier, later) among ``handles``, and whether it is CU_GRAPH_DEPENDENCY_TYPE_PROGRAMMATIC."""
+    handle, count = ctypes.c_void_p(graph), ctypes.c_size_t()
+    call("cuGraphGetEdges_v2", handle, None, None, None, ctypes.byref(count))
+    first, second = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()
+    notes = (ctypes.c_ubyte * 8 * count.value)()  # CUgraphEdgeData: ports of both, type
+    call("cuGraphGetEdges_v2", handle, first, second, notes, ctypes.byref(count))
     number = {node: i for i, node in enumerate(handles)}
-    return nodes, [(number[a], number[b]) for a, b in zip(early, late, strict=True)]
+    return [((number[a], number[b]), note[2] == 1) for a, b, note in zip(first, second, notes, strict=True)]
 
 
 def ancestors(count: int, edges: list[tuple[int, int]]) -> list[int]:

@@ -210,6 +210,7 @@ def call_pool2d() -> None:
                 ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
         for x, size in itertools.product(activations(dtype), [(1, 1), (3, 2), (7, 5)]):
             assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
+        ops.adaptive_avg_pool2d(ops.empty((1, 224, 224, 8), dtype), (1, 1))  # blocks share the pixels of a cell
 
 
 def call_pad2d() -> None:
@@ -245,6 +246,8 @@ def call_smoothed_loss() -> None:
     kinds += [(bfloat16, np.int64), (bfloat16, np.uint8)]
     shapes = [(512, 1000), (6, 3), (2, 9, 9, 21), (5, 62), (5, 63), (4, 32000), (0, 10)]
     for (dtype, label), shape in itertools.product(kinds, shapes):
+        if label == np.uint8 and shape[-1] > 21:  # no more than int32 asks of shared memory and registers
+            continue
         logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         options = {"smoothing": 0.1, "ignore_index": 255}
         for weights in (None, ops.empty(shape[-1], np.float32)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
 from minidl import models
@@ -42,14 +44,19 @@ class Two:
         pass
 
 
-@pytest.fixture(scope="module")
-def two_ranks():
-    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
+def measured(group_bytes):
+    """A step of two ranks, and its rows."""
+    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=group_bytes)
     times = network.measure(step, seconds=0.01)
     found = cases(models.build("mlp", (4, 4, 1), 3), 2)
     ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
     table = Table("mlp", step, 2, found, (), times, {}, ceilings, lambda nbytes: Timing((nbytes * 1e-6,) * 3))
     return step, network_rows(table)
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    return measured(1 << 20)
 
 
 def test_a_pass_within_a_step_is_the_slowest_ranks_and_all_ranks_stand_beside():
@@ -87,6 +94,16 @@ def test_one_message_of_several_layers_is_one_rows_work(two_ranks):
     assert whole["ms"] == pytest.approx(nbytes * 1e-6)
     assert whole["floor_ms"] == pytest.approx(nbytes * 1e-6), "2(n-1)/n is 1 with two ranks"
     assert whole["bound"] == "network" and whole["transfer_ms"] is not None and whole["exposed_ms"] >= 0
+
+
+def test_a_message_of_each_layer_has_the_bytes_of_its_gradients():
+    step, rows = measured(0)
+    expected = Counter()
+    for segment in step.model.arena.segments:
+        expected[segment.layer] += 4 * (segment.stop - segment.offset)
+    messages = [row for row in rows if row["pass"] == "all_reduce"]
+    assert len(messages) > 1 and {row["layer"]: row["message_bytes"] for row in messages} == expected
+    assert all(row["ms"] == pytest.approx(row["message_bytes"] * 1e-6) for row in messages)
 
 
 def test_communication_intensity_is_each_layers_own(two_ranks):

@@ -5,17 +5,15 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_divided
-from minidl.cuda.convolution.conv2d_family import Choice, family, kernel
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.convolution.conv2d_family import Choice, kernel
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import Guarded, both, both_expected, draws, plan_of, same
+from tests.convolutions import bits_of_dense_arrays, both, both_expected, draws, plan_of, same, writes_its_output_alone
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import assert_close, draw, draw_integers
@@ -32,24 +30,6 @@ SPLITS = [("128x64x4*2", 3), ("128x256x4", 2), ("256x128x4", 7), ("128x192x4", 5
 STORAGE = pytest.mark.parametrize(
     ("storage", "tf32"), [(bfloat16, 0), (float16, 0), (float32, 1)], ids=["bf16", "fp16", "tf32"]
 )
-
-
-@pytest.fixture
-def hopper(cuda_ops):
-    if current_device().arch != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    with family("hopper"):
-        yield cuda_ops
-
-
-def _with(case: Case, tf32: int):
-    return case.options | {"tf32": tf32}
-
-
-def _both(ops, case, x, w, dy, tf32, forward_bias=None, add=None, relu=False):
-    options = _with(case, tf32)
-    y = ops.conv2d(x, w, forward_bias, **options, relu=relu)
-    return [ops.to_host(a) for a in (y, ops.conv2d_backward_data(dy, w, case.x, **options, add=add))]
 
 
 # ------------------------------------------------------------------------------------------------------ without a GPU
@@ -85,7 +65,7 @@ def test_filters_are_not_turned_for_few_rows_in_tf32():
     for case, filters_turned in ((_case(64, 4096, 1000), False), (_case(7, 4096, 1000), True)):
         with dry_run(BUILT_IN["H200"]) as log:
             dy, w = ops.empty(case.y, float32), ops.empty(case.w, float32)
-            ops.conv2d_backward_data(dy, w, case.x, **_with(case, 1))
+            ops.conv2d_backward_data(dy, w, case.x, **case.options, tf32=1)
         turn, product = log.launches[:2]
         assert turn.name == "conv2d_turn_kernel" and (turn.grid[0] > 1000) == filters_turned
         assert product.name == ("conv2d_divided_kernel" if filters_turned else "conv2d_weight_hopper_kernel")
@@ -123,10 +103,11 @@ def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf
     bias, add = draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x, storage)
     x, w, dy, shift, added = put(hopper, *hosts, bias, add)
     with kernel(Choice("hopper", tile, (1, parts))):
-        same(_both(hopper, case, x, w, dy, tf32), both_expected(case, *hosts, storage))
-        found = _both(hopper, case, x, w, dy, tf32, shift, added, relu=True)
+        same(both(hopper, case, x, w, dy, tf32=tf32), both_expected(case, *hosts, storage))
+        found = both(hopper, case, x, w, dy, shift, tf32, add=added)
+        rectified = hopper.to_host(hopper.conv2d(x, w, shift, **case.options, tf32=tf32, relu=True))
     y, dx = both_expected(case, *hosts, storage, bias, None, add)
-    same(found, [np.maximum(y.astype(np.float64), 0.0), dx])
+    same([*found, rectified], [y, dx, np.maximum(y.astype(np.float64), 0.0)])
 
 
 @cases([*CASES, _case(64, 1000, 4096), _case(4, 4096, 36)])
@@ -135,10 +116,10 @@ def test_data_gradients_in_tf32_are_those_of_the_definition(hopper, case, rng):
     hosts = draws(rng, case, float32)
     add = draw_integers(rng, case.x, float32)
     x, w, dy, added = put(hopper, *hosts, add)
-    same(_both(hopper, case, x, w, dy, 1), both_expected(case, *hosts, float32))
-    same(_both(hopper, case, x, w, dy, 1, add=added), both_expected(case, *hosts, float32, add=add))
+    same(both(hopper, case, x, w, dy, tf32=1), both_expected(case, *hosts, float32))
+    same(both(hopper, case, x, w, dy, tf32=1, add=added), both_expected(case, *hosts, float32, add=add))
     wide = pitched(hopper, hosts[2], 3, 2)
-    same(_both(hopper, case, x, w, wide, 1), both_expected(case, *hosts, float32))
+    same(both(hopper, case, x, w, wide, tf32=1), both_expected(case, *hosts, float32))
 
 
 @cases(CASES)
@@ -146,8 +127,8 @@ def test_data_gradients_in_tf32_are_those_of_the_definition(hopper, case, rng):
 def test_equals_definition_and_repeats(hopper, case, storage, tf32, rng):
     x, w, dy = hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
     placed = put(hopper, *hosts)
-    y, dx = found = _both(hopper, case, *placed, tf32)
-    same(_both(hopper, case, *placed, tf32), found)
+    y, dx = found = both(hopper, case, *placed, tf32=tf32)
+    same(both(hopper, case, *placed, tf32=tf32), found)
     check = {"scale": 32, "tf32": bool(tf32)}
     assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], **check)
     expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
@@ -156,13 +137,8 @@ def test_equals_definition_and_repeats(hopper, case, storage, tf32, rng):
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
-    hosts, add = [draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)], draw(rng, case.x, bfloat16)
-    x, w, dy = put(hopper, *hosts)
     with kernel(Choice("hopper", "128x128x5", (1, 4))):
-        expected = both(hopper, case, x, w, dy, add=hopper.from_host(add))
-        for before, after in ((8, 16), (4, 4), (3, 2)):
-            x, dy, other = (pitched(hopper, host, before, after) for host in (hosts[0], hosts[2], add))
-            same(both(hopper, case, x, w, dy, add=other), expected)
+        bits_of_dense_arrays(hopper, case, bfloat16, rng, both, ((8, 16), (4, 4), (3, 2)))
 
 
 @cases(CASES)
@@ -177,9 +153,5 @@ def test_what_is_fused_has_the_bits_of_passes_of_their_own(hopper, case, rng):
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
-    hosts, guarded = draws(rng, case, bfloat16), Guarded(hopper)
-    placed = put(hopper, *hosts)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
     with kernel(Choice("hopper", "128x64x4*2", (1, 8))):
-        same(both(hopper, case, *placed), both_expected(case, *hosts, bfloat16))
-    guarded.check(2)
+        writes_its_output_alone(hopper, case, bfloat16, rng, both, monkeypatch)

@@ -368,6 +368,24 @@ def poison(monkeypatch, module=None):
     monkeypatch.setattr(module, "empty", poisoned)
 
 
+def each_tile(monkeypatch, case, backward, share, **options):
+    """Each tile that a case may be given, forced within the loop, twice: on the device as it is, and as if it had two
+    multiprocessors, so that other blocks compute the same.
+    """
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    devices = current_device(), dataclasses.replace(current_device(), multiprocessors=2)
+    try:
+        for tile in conv2d_hopper_tiles.candidates(conv, backward, current_device(), **options):
+            for device in devices:
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                conv2d_hopper.plan.cache_clear()
+                with family("hopper"):
+                    yield tile
+    finally:
+        conv2d_hopper.plan.cache_clear()
+
+
 def every_tile(ops, case, rng, monkeypatch, share):
     """With and without what is added on the way out."""
     if not fits("hopper", case, bfloat16):

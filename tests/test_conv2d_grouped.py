@@ -5,8 +5,6 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -14,10 +12,20 @@ from minidl.cuda.convolution import conv2d_grouped
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
-from tests.convolutions import SIXTEEN, Guarded, both, both_expected, draws, plan_of, same, weight_gradient
+from tests.convolutions import (
+    SIXTEEN,
+    bits_of_dense_arrays,
+    both,
+    exact_on_whole_numbers,
+    exact_weight_gradient,
+    keeps_nonfinite_apart,
+    plan_of,
+    weight_gradient,
+    writes_its_output_alone,
+)
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.tolerance import assert_close, draw
 
 CASES = [
     Case("4", (1, 5, 9, 16), (16, 3, 3), padding=(1, 1), groups=4),
@@ -76,24 +84,13 @@ def test_groups_are_taken_where_they_fit():
 @cases(CASES)
 @SIXTEEN
 def test_whole_numbers_give_the_bits_of_the_definition(grouped, case, storage, rng):
-    hosts = draws(rng, case, storage)
-    same(both(grouped, case, *put(grouped, *hosts)), both_expected(case, *hosts, storage))
-    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
-    add = draw_integers(rng, case.x, storage)
-    bias, dbias, added = put(grouped, *some, add)
-    found = both(grouped, case, *put(grouped, *hosts), forward_bias=bias, bias=dbias, add=added)
-    same(found, both_expected(case, *hosts, storage, *some, add))
+    exact_on_whole_numbers(grouped, case, storage, rng, both)
 
 
 @cases(WEIGHTS)
 @SIXTEEN
 def test_weight_gradients_of_whole_numbers_are_exact(grouped, case, storage, rng):
-    x, _, dy = draws(rng, case, storage)
-    start = draw_integers(rng, case.w, float32)
-    expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    placed = put(grouped, dy, x)
-    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed), expected)
-    np.testing.assert_array_equal(weight_gradient(grouped, case, *placed, start), expected + start)
+    exact_weight_gradient(grouped, case, storage, rng)
 
 
 @cases(WEIGHTS)
@@ -109,33 +106,16 @@ def test_weight_gradients_of_misaligned_arrays_and_repeats_have_the_same_bits(gr
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(grouped, case, rng):
-    hosts, add = [draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)], draw(rng, case.x, bfloat16)
-    x, w, dy = put(grouped, *hosts)
-    expected = both(grouped, case, x, w, dy, add=grouped.from_host(add))
-    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
-        x, dy, other = (pitched(grouped, host, before, after) for host in (hosts[0], hosts[2], add))
-        same(both(grouped, case, x, w, dy, add=other), expected)
+    bits_of_dense_arrays(grouped, case, bfloat16, rng, both)
 
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(grouped, case, rng, monkeypatch):
-    hosts, guarded = draws(rng, case, bfloat16), Guarded(grouped)
-    placed = put(grouped, *hosts)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
-    same(both(grouped, case, *placed), both_expected(case, *hosts, bfloat16))
-    guarded.check(2)
+    writes_its_output_alone(grouped, case, bfloat16, rng, both, monkeypatch)
 
 
 @cases([case for case in CASES if case.name in ("4", "16", "32", "stride-2", "6")])
 @SIXTEEN
 def test_not_a_number_reaches_its_group_and_nothing_else(grouped, case, storage, rng):
     """Products with other groups' channels are with zeros, which would turn NaN and infinity into NaN."""
-    x, w, dy = draws(rng, case, storage)
-    w = np.ones_like(w)
-    for bad in (np.nan, np.inf):
-        hurt, pain = x.copy(), dy.copy()
-        hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
-        with np.errstate(invalid="ignore"):
-            expected = both_expected(case, hurt, w, pain, storage)
-        for one, other in zip(both(grouped, case, *put(grouped, hurt, w, pain)), expected, strict=True):
-            np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))
+    keeps_nonfinite_apart(grouped, case, storage, rng, both, ((0, 0, 0, 1), (-1, -1, -1, 0)))

@@ -3,23 +3,17 @@ passes where there are no sums, and their sums to a few units."""
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import current_device
+from minidl.cuda.convolution import conv2d_hopper
 from minidl.precision import bfloat16, float32
 from tests.test_batch_norm_ops import signs_of
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
 
-FORWARD = ("stride", "padding", "dilation", "groups")
 KINDS = pytest.mark.parametrize(("joined", "added"), [(False, False), (False, True), (True, False), (True, True)])
 
 
@@ -135,21 +129,12 @@ def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch)
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
     hosts = operands(rng, case, bfloat16, joined, added)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
-    few = dataclasses.replace(current_device(), multiprocessors=2)
     poison(monkeypatch, conv2d_hopper)
-    try:
-        for tile in conv2d_hopper_tiles.candidates(conv, True, current_device()):
-            found = []
-            for device in (current_device(), few):
-                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
-                with family("hopper"):
-                    found.append(check(cuda_ops, case, *hosts))
-            assert found[0] == found[1], tile
-    finally:
-        conv2d_hopper.plan.cache_clear()
+    found = {}
+    for tile in each_tile(monkeypatch, case, True, share):
+        found.setdefault(tile, []).append(check(cuda_ops, case, *hosts))
+    for tile, (one, other) in found.items():
+        assert one == other, tile
 
 
 @cases(FEW)

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_family import Choice, family
 from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests.reference import conv2d as reference
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops, poison  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import STORE, draw, draw_integers
@@ -114,24 +112,12 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
     """Every tile gives the same bits, in outputs that were poisoned before, whichever block computes what."""
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
-    hosts = operands(rng, case, bfloat16, 3.0)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
-    few = dataclasses.replace(current_device(), multiprocessors=2)
+    x, w, norm = operands(rng, case, bfloat16, 3.0)
+    args, found = (*put(cuda_ops, x, w), put(cuda_ops, *norm)), set()
     poison(monkeypatch)
-    found = set()
-    try:
-        for tile in conv2d_hopper_tiles.candidates(conv, False, current_device(), normalized=True):
-            for device in (current_device(), few):
-                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
-                x, w, norm = hosts
-                with family("hopper"):
-                    args = *put(cuda_ops, x, w), put(cuda_ops, *norm)
-                    y = cuda_ops.conv2d(args[0], args[1], norm=args[2], **case.options)
-                found.add(cuda_ops.to_host(y).tobytes())
-    finally:
-        conv2d_hopper.plan.cache_clear()
+    for _ in each_tile(monkeypatch, case, False, share, normalized=True):
+        y = cuda_ops.conv2d(args[0], args[1], norm=args[2], **case.options)
+        found.add(cuda_ops.to_host(y).tobytes())
     assert len(found) == 1
     z = cuda_ops.batch_norm_apply(args[0], *args[2], relu=True)
     with family("hopper"):

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits, forced_ops  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import draw
 
-FORWARD = ("stride", "padding", "dilation", "groups")
 ADDED = pytest.mark.parametrize("added", [False, True])
 
 
@@ -102,25 +95,16 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
         pytest.skip("needs compute capability 9.0")
     x, w, dy, add = (draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y, case.x))
     bias, mask = rng.standard_normal(case.w[0]).astype(np.float32), below(rng, case, bfloat16)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    try:
-        for gradient in (False, True):
-            for tile in conv2d_hopper_tiles.candidates(conv, gradient, current_device()):
-                found = []
-                for device in (current_device(), few):
-                    monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                    monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                    conv2d_hopper.plan.cache_clear()
-                    with family("hopper"):
-                        found.append(
-                            backward(cuda_ops, case, dy, w, mask, add if share > 1 else None)
-                            if gradient
-                            else forward(cuda_ops, case, x, w, bias)
-                        )
-                assert found[0] == found[1], tile
-    finally:
-        conv2d_hopper.plan.cache_clear()
+    for gradient in (False, True):
+        found = {}
+        for tile in each_tile(monkeypatch, case, gradient, share):
+            found.setdefault(tile, []).append(
+                backward(cuda_ops, case, dy, w, mask, add if share > 1 else None)
+                if gradient
+                else forward(cuda_ops, case, x, w, bias)
+            )
+        for tile, (one, other) in found.items():
+            assert one == other, tile
 
 
 def test_a_mask_of_another_shape_or_type_is_refused_by_name(dry_ops):

@@ -17,9 +17,10 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
-from tests.reference import conv2d as reference
+from tests import convolutions
+from tests.convolutions import Guarded, both, both_expected, same, three, three_expected
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
-from tests.test_conv2d_families import CUT, GUARD, poison
+from tests.test_conv2d_families import CUT, poison
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.test_conv2d_weight_hopper import rounded
 from tests.tolerance import assert_close, draw, draw_integers
@@ -33,38 +34,12 @@ CASES = [
 SOME = [case for case in CASES if case.name in ("fours", "channels-over-stages", "stride-3-2-dilated", "1x1", "linear")]
 
 
-@pytest.fixture
-def hopper(cuda_ops):
-    if current_device().arch != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    with family("hopper"):
-        yield cuda_ops
-
-
-def both(ops, case, x, w, dy, forward_bias=None, **backward):
-    """Output and data gradient."""
-    options = case.options | {"tf32": True}
-    y = ops.conv2d(x, w, forward_bias, **options)
-    return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **options, **backward)
-
-
-def all_three(ops, case, x, w, dy):
-    gradient = ops.from_host(np.full(case.w, np.nan, np.float32))
-    ops.conv2d_backward_weight(dy, x, **case.options, tf32=True, out=gradient)
-    return *both(ops, case, x, w, dy), gradient
-
-
 def draws(rng, case):
-    return tuple(draw_integers(rng, shape, float32) for shape in (case.x, case.w, case.y))
-
-
-def expected_of(case, x, w, dy, bias=None, dbias=None, add=None):
-    y = reference.conv2d(x, w, bias, **case.options)
-    return y, reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add)
+    return convolutions.draws(rng, case, float32)
 
 
 def all_expected(case, x, w, dy):
-    return *expected_of(case, x, w, dy), reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    return three_expected(case, x, w, dy, float32)
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -98,12 +73,9 @@ def test_it_is_taken_where_rounding_is_allowed():
 def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, rng):
     hosts = draws(rng, case)
     some = [draw_integers(rng, shape, float32) for shape in (case.w[0], case.x[3], case.x)]
-    for found, expected in zip(both(hopper, case, *put(hopper, *hosts)), expected_of(case, *hosts), strict=True):
-        np.testing.assert_array_equal(hopper.to_host(found), expected)
+    same(both(hopper, case, *put(hopper, *hosts), tf32=1), both_expected(case, *hosts, float32))
     given = dict(zip(("forward_bias", "bias", "add"), put(hopper, *some), strict=True))
-    found = both(hopper, case, *put(hopper, *hosts), **given)
-    for one, expected in zip(found, expected_of(case, *hosts, *some), strict=True):
-        np.testing.assert_array_equal(hopper.to_host(one), expected)
+    same(both(hopper, case, *put(hopper, *hosts), tf32=1, **given), both_expected(case, *hosts, float32, *some))
 
 
 @cases([case for case in SOME if max(case.terms) < 1000])  # the units cut long sums off
@@ -111,7 +83,7 @@ def test_operands_are_rounded_to_nearest(hopper, case, rng):
     """Images, by the copy engine, and filters: sums of rounded operands differ by float32's own rounding alone."""
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
     hosts = [(host.view(np.uint32) | np.uint32(1)).view(np.float32) for host in hosts]
-    found = [hopper.to_host(array) for array in all_three(hopper, case, *put(hopper, *hosts))]
+    found = three(hopper, case, *put(hopper, *hosts), tf32=1)
     near = all_expected(case, *map(rounded, hosts))
     for one, expected, terms in zip(found, near, case.terms, strict=True):
         assert_close(one, expected, terms=terms, scale=CUT)
@@ -137,48 +109,33 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
             placed = put(hopper, *hosts)
-            found = *both(hopper, case, *placed, **options), *both(hopper, case, *placed)
-            results[tile] = [hopper.to_host(y) for y in found]
+            results[tile] = *both(hopper, case, *placed, tf32=1, **options), *both(hopper, case, *placed, tf32=1)
     finally:
         conv2d_hopper.plan.cache_clear()
     first = results[conv2d_hopper_tiles.TILES[0]]
     assert all(np.isfinite(one).all() for one in first)
     assert set(results) >= set(conv2d_hopper_tiles.TILES)
     for found in results.values():
-        for a, b in zip(found, first, strict=True):
-            np.testing.assert_array_equal(a, b)
+        same(found, first)
 
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
     hosts, add = draws(rng, case), draw(rng, case.x, float32)
     x, w, dy = put(hopper, *hosts)
-    expected = [hopper.to_host(y) for y in both(hopper, case, x, w, dy, add=hopper.from_host(add))]
+    expected = both(hopper, case, x, w, dy, tf32=1, add=hopper.from_host(add))
     for before, after in ((4, 8), (3, 2), (1, 1)):
         x, dy, other = (pitched(hopper, host, before, after) for host in (hosts[0], hosts[2], add))
-        for a, b in zip(expected, both(hopper, case, x, w, dy, add=other), strict=True):
-            np.testing.assert_array_equal(a, hopper.to_host(b))
+        same(both(hopper, case, x, w, dy, tf32=1, add=other), expected)
 
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
     hosts = draws(rng, case)
-    placed, buffers = put(hopper, *hosts), []
-
-    def guarded(shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = hopper.empty(size + 2 * GUARD, np.uint8)
-        buffer.fill(255)  # NaN
-        buffers.append((buffer, size))
-        return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
-
+    placed, guarded = put(hopper, *hosts), Guarded(hopper)
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
-    for found, expected in zip(both(hopper, case, *placed), expected_of(case, *hosts), strict=True):
-        np.testing.assert_array_equal(hopper.to_host(found), expected)
-    assert len(buffers) == 2
-    for buffer, size in buffers:
-        host = hopper.to_host(buffer)
-        assert (host[:GUARD] == 255).all() and (host[GUARD + size :] == 255).all()
+    same(both(hopper, case, *placed, tf32=1), both_expected(case, *hosts, float32))
+    guarded.check(2)
 
 
 @cases(SOME)
@@ -188,10 +145,10 @@ def test_nan_and_infinity_reach_what_they_touch_and_nothing_else(hopper, case, r
         hurt, pain = x.copy(), dy.copy()
         hurt[0, 0, 0, 1], pain[-1, -1, -1, 0] = bad, bad
         w_ones = np.ones_like(w)
-        found = all_three(hopper, case, *put(hopper, hurt, w_ones, pain))
+        found = three(hopper, case, *put(hopper, hurt, w_ones, pain), tf32=1)
         with np.errstate(invalid="ignore"):
             expected = all_expected(case, hurt, w_ones, pain)
-        assert_reached([hopper.to_host(one) for one in found], expected)
+        assert_reached(found, expected)
 
 
 def assert_reached(found, expected):
@@ -209,21 +166,10 @@ def assert_reached(found, expected):
 THREE = [*SOME, *(case for case in CASES if case.name in ("asymmetric", "fours-stride-2", "one-pixel-3x3", "11x11"))]
 
 
-def three_passes(ops, case, x, w, dy, tf32):
-    options = case.options | {"tf32": tf32}
-    y = ops.conv2d(x, w, **options)
-    dx = ops.conv2d_backward_data(dy, w, case.x, **options)
-    out = ops.from_host(np.full(case.w, np.nan, np.float32))
-    ops.conv2d_backward_weight(dy, x, **options, out=out)
-    return [ops.to_host(array) for array in (y, dx, out)]
-
-
 @cases(THREE)
 def test_three_products_of_whole_numbers_are_exact(cuda_ops, case, rng):
     hosts = draws(rng, case)
-    found = three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3)
-    for one, expected in zip(found, all_expected(case, *hosts), strict=True):
-        np.testing.assert_array_equal(one, expected)
+    same(three(cuda_ops, case, *put(cuda_ops, *hosts), tf32=3), all_expected(case, *hosts))
 
 
 @cases(THREE)
@@ -232,12 +178,11 @@ def test_three_products_come_near_to_float32(cuda_ops, case, rng):
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
     placed = put(cuda_ops, *hosts)
     exact, sizes = all_expected(case, *hosts), all_expected(case, *map(np.abs, hosts))
-    three, one = (three_passes(cuda_ops, case, *placed, tf32) for tf32 in (3, 1))
-    for found, rough, expected, size in zip(three, one, exact, sizes, strict=True):
+    near, one = (three(cuda_ops, case, *placed, tf32=tf32) for tf32 in (3, 1))
+    for found, rough, expected, size in zip(near, one, exact, sizes, strict=True):
         assert (np.abs(found - expected) <= 2.0**-20 * size).all()
         assert np.abs(found - expected).mean() <= np.abs(rough - expected).mean() / 100
-    for again, found in zip(three_passes(cuda_ops, case, *placed, 3), three, strict=True):
-        np.testing.assert_array_equal(again, found)
+    same(three(cuda_ops, case, *placed, tf32=3), near)
 
 
 @cases(THREE)
@@ -250,7 +195,7 @@ def test_three_products_carry_nan_and_infinity(cuda_ops, case, rng):
         hosts = hurt, np.ones_like(w), pain
         with np.errstate(invalid="ignore"):
             expected = all_expected(case, *hosts)
-        assert_reached(three_passes(cuda_ops, case, *put(cuda_ops, *hosts), 3), expected)
+        assert_reached(three(cuda_ops, case, *put(cuda_ops, *hosts), tf32=3), expected)
 
 
 def test_other_numbers_of_products_are_refused():

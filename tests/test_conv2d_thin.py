@@ -5,23 +5,29 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_thin
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import BUILT_IN
-from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
-from tests.convolutions import Guarded, both, both_expected, draws, plan_of, same, weight_gradient
-from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import assert_close, draw, draw_integers
-
-EVERY = pytest.mark.parametrize("storage", [bfloat16, float16, float32], ids=["bf16", "fp16", "fp32"])
+from tests.convolutions import (
+    EVERY,
+    bits_of_dense_arrays,
+    equals_definition,
+    exact_on_whole_numbers,
+    exact_weight_gradient,
+    keeps_nonfinite_apart,
+    plan_of,
+    same,
+    stems_of,
+    three,
+    writes_its_output_alone,
+)
+from tests.test_conv2d_ops import Case, cases, put
+from tests.tolerance import draw
 
 
 def _case(pixels: tuple[int, int, int], channels: int, filters: int) -> Case:
@@ -46,30 +52,14 @@ def thin(cuda_ops):
         yield cuda_ops
 
 
-def _three(ops, case, x, w, dy, **some):
-    """The three passes, on the host."""
-    return [*both(ops, case, x, w, dy, **some), weight_gradient(ops, case, dy, x)]
-
-
 # ------------------------------------------------------------------------------------------------- plans, without a GPU
-
-
-def _stems(case, dtype, **options):
-    from minidl import cuda as ops
-
-    with dry_run() as log:
-        x, w, dy = (ops.empty(shape, dtype) for shape in (case.x, case.w, case.y))
-        ops.conv2d(x, w, **case.options, **options)
-        ops.conv2d_backward_data(dy, w, case.x, **case.options, **options)
-        ops.conv2d_backward_weight(dy, x, **case.options, out=ops.empty(case.w, float32), **options)
-    return [launch.stem for launch in log.launches]
 
 
 def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
     mine = ["conv2d_thin", "conv2d_thin", "conv2d_thin_weight", "channel_sum"]
     for dtype in (bfloat16, float16, float32):
         for channels, filters in ((64, 2), (2, 64), (64, 7), (3, 33), (64, 8), (66, 15)):
-            assert _stems(_case((32, 256, 256), channels, filters), dtype) == mine
+            assert stems_of(_case((32, 256, 256), channels, filters), dtype) == mine
         for other in (
             _case((4, 14, 14), 64, 2),
             _case((32, 256, 256), 64, 17),
@@ -78,12 +68,12 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
             Case("strided", (32, 256, 256, 64), (2, 1, 1), stride=(2, 2)),
             Case("groups", (32, 256, 256, 64), (2, 1, 1), groups=2),
         ):
-            assert not set(mine[:3]) & set(_stems(other, dtype)), other.name
-    assert _stems(_case((32, 256, 256), 64, 2), float32, tf32=1) == mine
-    assert not set(mine[:3]) & set(_stems(_case((32, 256, 256), 64, 16), bfloat16)), "as fast, and with fusions"
+            assert not set(mine[:3]) & set(stems_of(other, dtype)), other.name
+    assert stems_of(_case((32, 256, 256), 64, 2), float32, tf32=1) == mine
+    assert not set(mine[:3]) & set(stems_of(_case((32, 256, 256), 64, 16), bfloat16)), "as fast, and with fusions"
     for channels, filters in ((16, 96), (96, 16), (16, 80)):  # rows that leave a stage of Hopper's kernels half empty
-        assert _stems(_case((32, 256, 256), channels, filters), bfloat16)[:2] == mine[:2]
-        assert mine[2] not in _stems(_case((32, 256, 256), channels, filters), bfloat16)
+        assert stems_of(_case((32, 256, 256), channels, filters), bfloat16)[:2] == mine[:2]
+        assert mine[2] not in stems_of(_case((32, 256, 256), channels, filters), bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +81,7 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
 )
 def test_what_they_cannot_do_is_refused(case):
     with family("thin"), pytest.raises(ValueError, match="family"):
-        _stems(case, bfloat16)
+        stems_of(case, bfloat16)
     assert not conv2d_thin.applies(plan_of(case), 1)
 
 
@@ -116,30 +106,14 @@ def test_blocks_take_every_row_once_and_chunks_do_not_depend_on_the_device(case,
 @cases(CASES)
 @EVERY
 def test_whole_numbers_give_the_bits_of_the_definition(thin, case, storage, rng):
-    hosts = draws(rng, case, storage)
-    placed, start = put(thin, *hosts), draw_integers(rng, case.w, float32)
-    weight = reference.conv2d_backward_weight(hosts[2], hosts[0], case.w, **case.options)
-    same(_three(thin, case, *placed), [*both_expected(case, *hosts, storage), weight])
-    np.testing.assert_array_equal(weight_gradient(thin, case, placed[2], placed[0], start), weight + start)
-    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
-    add = draw_integers(rng, case.x, storage)
-    bias, dbias, added = put(thin, *some, add)
-    found = both(thin, case, *placed, forward_bias=bias, bias=dbias, add=added)
-    same(found, both_expected(case, *hosts, storage, *some, add))
-    rectified = thin.to_host(thin.conv2d(*placed[:2], bias, **case.options, relu=True))
-    same([rectified], [np.maximum(found[0].astype(np.float64), 0.0)])
+    exact_on_whole_numbers(thin, case, storage, rng, three)
+    exact_weight_gradient(thin, case, storage, rng)
 
 
 @cases(LARGE)
 @EVERY
 def test_equals_definition(thin, case, storage, rng):
-    hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
-    y, dx, dw = _three(thin, case, *put(thin, *hosts))
-    x, w, dy = hosts
-    assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], scale=4)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(dx, expected, storage, terms=case.terms[1], scale=4)
-    assert_close(dw, reference.conv2d_backward_weight(dy, x, case.w, **case.options), terms=case.terms[2], scale=4)
+    equals_definition(thin, case, storage, rng)
 
 
 @cases(LARGE)
@@ -147,55 +121,27 @@ def test_tf32_rounds_operands_and_nothing_else(thin, case, rng):
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
     rounded = [((host.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for host in hosts]
 
-    def three(tf32, arrays):
-        x, w, dy = put(thin, *arrays)
-        out = thin.empty(case.w, float32)
-        y = thin.conv2d(x, w, **case.options, tf32=tf32)
-        dx = thin.conv2d_backward_data(dy, w, case.x, **case.options, tf32=tf32)
-        thin.conv2d_backward_weight(dy, x, **case.options, out=out, tf32=tf32)
-        return list(map(thin.to_host, (y, dx, out)))
+    def of(tf32, arrays):
+        return three(thin, case, *put(thin, *arrays), tf32=tf32)
 
-    same(three(1, hosts), three(0, rounded))
-    same(three(3, hosts), three(0, hosts))
+    same(of(1, hosts), of(0, rounded))
+    same(of(3, hosts), of(0, hosts))
 
 
 @cases(CASES)
 @EVERY
 def test_pitched_and_misaligned_arrays_and_repeats_give_the_bits_of_dense_ones(thin, case, storage, rng):
-    hosts, add = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)], draw(rng, case.x, storage)
-    x, w, dy = put(thin, *hosts)
-    expected = _three(thin, case, x, w, dy, add=thin.from_host(add))
-    same(_three(thin, case, x, w, dy, add=thin.from_host(add)), expected)
-    for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
-        x, dy, other = (pitched(thin, host, before, after) for host in (hosts[0], hosts[2], add))
-        same(_three(thin, case, x, w, dy, add=other), expected)
+    bits_of_dense_arrays(thin, case, storage, rng, three)
 
 
 @cases(CASES)
 @EVERY
 def test_all_of_the_output_and_nothing_else_is_written(thin, case, storage, rng, monkeypatch):
-    hosts, guarded = draws(rng, case, storage), Guarded(thin)
-    placed = put(thin, *hosts)
-    for module in ("conv2d", "conv2d_thin"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{module}"], "empty", guarded)
-    found = _three(thin, case, *placed)
-    same(found[:2], both_expected(case, *hosts, storage))
-    guarded.check(3)
+    writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
 
 
 @cases(CASES)
 @EVERY
 def test_not_a_number_reaches_its_row_and_nothing_else(thin, case, storage, rng):
     """Rows and channels that pad a product are zeros, which infinity would turn into NaN."""
-    x, w, dy = draws(rng, case, storage)
-    w = np.ones_like(w)
-    for bad in (np.nan, np.inf):
-        hurt, pain = x.copy(), dy.copy()
-        hurt[-1, -1, -1, -1], pain[0, 0, 0, 0] = bad, bad
-        with np.errstate(invalid="ignore"):
-            expected = (
-                *both_expected(case, hurt, w, pain, storage),
-                reference.conv2d_backward_weight(pain, hurt, case.w, **case.options),
-            )
-        for one, other in zip(_three(thin, case, *put(thin, hurt, w, pain)), expected, strict=True):
-            np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))
+    keeps_nonfinite_apart(thin, case, storage, rng, three)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda import nvrtc
+from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
@@ -73,6 +73,9 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     bias, input_bias, db = _parameters(filters, x.shape[-1], filters)
     y = ops.conv2d(x, w, bias, **where)
     assert ops.conv2d_stats(x, w, bias, **where)[1].shape == (1 + 2 * filters,)
+    unfinished = ops.conv2d_stats(x, w, bias, **where, finish=False)[1]
+    mean, variance = _parameters(filters, filters)
+    ops.batch_norm_finalize(unfinished, 1e-5, running_mean=mean, running_var=variance)
     dy = ops.empty(y.shape, y.dtype)
     dx = ops.conv2d_backward_data(dy, w, x.shape, **where)
     assert dx.shape == x.shape
@@ -256,6 +259,26 @@ def _problems(launch, kernel, device) -> Iterator[str]:
         yield f"wants {kernel.registers} registers for each of {threads} threads"
 
 
+# What reads or writes global memory on sm_90, by the operation's lowest 9 bits; the others are its operands' kinds:
+# LD, LDG, ST, STG, ATOM, RED, ATOMG, LDGSTS, UTMALDG, UTMASTG, UTMAREDG, UBLKCP.
+_GLOBAL = [0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A8, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA]
+# Touches no memory; and kernels that meet other GPUs, before which a stream waits for another one anyway.
+WITHOUT_WAIT = {"spin", "all_reduce"}
+
+
+def _hasty(stem, name, opcodes) -> str | None:
+    """What is wrong about when a kernel of sm_90 waits for the one before it, by the order of its code."""
+    waits = np.flatnonzero(opcodes == machine_code.WAIT)
+    touches = np.flatnonzero(np.isin(opcodes & 0x1FF, _GLOBAL))
+    if stem in WITHOUT_WAIT:
+        return "waits, and is listed as one that does not" if waits.size else None
+    if waits.size != 1:
+        return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
+    if touches.size and touches[0] < waits[0]:
+        return "may touch global memory before await_predecessor()"
+    return None
+
+
 def _compiled(log, arch):
     """What compiling each variant of a dry run told."""
     return dict(zip(log.variants, nvrtc.compile_all(log.variants, arch, PROCESSES), strict=True))
@@ -274,7 +297,32 @@ def test_every_variant_compiles_and_fits(stem, name, arch):
         kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
         for problem in _problems(launch, kernels[launch.name], device):
             problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
+    if arch == nvrtc.target((9, 0)):
+        for (file, defines), report in compiled.items():
+            for kernel, opcodes in machine_code.kernels(report.image):
+                if problem := _hasty(file, kernel, opcodes):
+                    problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
     assert not problems, "\n".join(sorted(problems))
+
+
+# Before the name may stand a macro, and attributes whose own brackets nest once.
+_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:[A-Z]+\s+)?(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(')
+
+
+def test_every_kernel_is_launched_by_a_call():
+    """Only of what is launched the law above says that it fits and spills nothing."""
+    launched = set()
+    for name, call in itertools.product(("A100", "H200"), CALLS.values()):
+        with dry_run(BUILT_IN[name]) as log:
+            call()
+        launched |= {(launch.stem, launch.name) for launch in log.launches}
+    written = {
+        (path.stem, kernel)
+        for name, path in nvrtc.sources().items()
+        if name.endswith(".cu")
+        for kernel in _ENTRY.findall(nvrtc.source_of(path.stem))
+    }
+    assert written == launched
 
 
 @pytest.mark.parametrize("stem", CALLS)

@@ -5,19 +5,26 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 
 from minidl.cuda.convolution import depthwise_strip
-from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
-from tests.convolutions import SIXTEEN, Guarded, both, both_expected, draws, plan_of, same, weight_gradient
-from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import draw, draw_integers
+from tests.convolutions import (
+    SIXTEEN,
+    bits_of_dense_arrays,
+    draws,
+    exact_on_whole_numbers,
+    plan_of,
+    same,
+    stems_of,
+    three,
+    three_expected,
+    writes_its_output_alone,
+)
+from tests.test_conv2d_ops import Case, cases, put
+from tests.tolerance import draw
 
 CASES = [
     Case("3x3", (2, 9, 8, 36), (36, 3, 3), padding=(1, 1), groups=36),
@@ -47,36 +54,15 @@ NAMES = ("3x3", "3x3-odd-channels", "3x3-stride-2-even", "5x5", "5x3-stride-2", 
 FEW = [case for case in CASES if case.name in NAMES]
 
 
-def three(ops, case, x, w, dy, **biases):
-    """Output, data gradient and weight gradient, on the host."""
-    return [*both(ops, case, x, w, dy, **biases), weight_gradient(ops, case, dy, x)]
-
-
-def expected_of(case, x, w, dy, dtype, *biases):
-    gradient = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    return *both_expected(case, x, w, dy, dtype, *biases), gradient
-
-
 # -- without a GPU ----------------------------------------------------------------------------------------------------
-
-
-def kernels(case, dtype):
-    from minidl import cuda as ops
-
-    with dry_run() as log:
-        x, w, dy = (ops.empty(shape, dtype) for shape in (case.x, case.w, case.y))
-        ops.conv2d(x, w, **case.options)
-        ops.conv2d_backward_data(dy, w, case.x, **case.options)
-        ops.conv2d_backward_weight(dy, x, **case.options, out=ops.empty(case.w, np.float32))
-    return {launch.stem for launch in log.launches} - {"channel_sum"}
 
 
 @pytest.mark.parametrize("dtype", [float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
 def test_strips_are_taken_where_they_fit(dtype):
     for case in CASES:
-        assert kernels(case, dtype) <= {"depthwise_strip"}, case.name
+        assert set(stems_of(case, dtype)) - {"channel_sum"} <= {"depthwise_strip"}, case.name
     for case in OTHERS:
-        assert "depthwise_strip" not in kernels(case, dtype), case.name
+        assert "depthwise_strip" not in stems_of(case, dtype), case.name
 
 
 @cases(CASES)
@@ -117,23 +103,12 @@ def test_strips_meet_every_tap_once(case, backward):
 
 @cases([*CASES, *OTHERS])
 def test_whole_numbers_give_the_bits_of_the_definition(cuda_ops, case, dtype, rng):
-    hosts = draws(rng, case, dtype)
-    same(three(cuda_ops, case, *put(cuda_ops, *hosts)), expected_of(case, *hosts, dtype))
-    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
-    add = draw_integers(rng, case.x, dtype)
-    bias, dbias, added = put(cuda_ops, *some, add)
-    found = three(cuda_ops, case, *put(cuda_ops, *hosts), forward_bias=bias, bias=dbias, add=added)
-    same(found, expected_of(case, *hosts, dtype, *some, add))
+    exact_on_whole_numbers(cuda_ops, case, dtype, rng, three)
 
 
 @cases(FEW)  # each pitch is a kernel of its own
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(cuda_ops, case, dtype, rng):
-    hosts, add = [draw(rng, shape, dtype) for shape in (case.x, case.w, case.y)], draw(rng, case.x, dtype)
-    x, w, dy = put(cuda_ops, *hosts)
-    expected = three(cuda_ops, case, x, w, dy, add=cuda_ops.from_host(add))
-    for before, after in ((2, 4), (3, 2)):
-        x, dy, other = (pitched(cuda_ops, host, before, after) for host in (hosts[0], hosts[2], add))
-        same(three(cuda_ops, case, x, w, dy, add=other), expected)
+    bits_of_dense_arrays(cuda_ops, case, dtype, rng, three, ((2, 4), (3, 2)))
 
 
 @cases(FEW)
@@ -156,12 +131,7 @@ def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeyp
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(cuda_ops, case, rng, monkeypatch):
-    hosts, guarded = draws(rng, case, bfloat16), Guarded(cuda_ops)
-    placed = put(cuda_ops, *hosts)
-    for module in ("conv2d", "depthwise_strip"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{module}"], "empty", guarded)
-    same(three(cuda_ops, case, *placed), expected_of(case, *hosts, bfloat16))
-    guarded.check(3)
+    writes_its_output_alone(cuda_ops, case, bfloat16, rng, three, monkeypatch, ("conv2d", "depthwise_strip"), 3)
 
 
 @cases(CASES[:9])
@@ -171,7 +141,7 @@ def test_not_a_number_reaches_what_it_touches_and_nothing_else(cuda_ops, case, r
     w = np.ones_like(w)
     found = three(cuda_ops, case, *put(cuda_ops, x, w, dy))
     with np.errstate(invalid="ignore"):
-        expected = expected_of(case, x, w, dy, bfloat16)
+        expected = three_expected(case, x, w, dy, bfloat16)
     *outputs, gradient = (
         [np.isfinite(array.astype(np.float64)) for array in pair] for pair in zip(found, expected, strict=True)
     )

@@ -164,6 +164,23 @@ def test_two_ranks_on_one_gpu_are_named():
         refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("a", "0:2")])
 
 
+@pytest.mark.parametrize(
+    ("hosts", "asked", "taken"),
+    [
+        ([2], "auto", "shm"),
+        ([2, 2], "auto", "shm"),
+        ([1, 1], "auto", "mpi"),  # nobody to share memory with
+        ([2, 1], "auto", "mpi"),
+        ([2, 2], "mpi", "mpi"),
+        ([2, 1], "shm", "shm"),
+    ],
+)
+def test_cpu_ranks_share_memory_where_every_host_has_as_many(hosts, asked, taken, monkeypatch):
+    monkeypatch.setattr(world_module, "ShmCommunicator", lambda comm: "shm")
+    comm = SimpleNamespace(local_size=hosts[0], share=lambda mine: [size for size in hosts for _ in range(size)])
+    assert world_module._on_host(comm, asked) == ("shm" if taken == "shm" else comm)
+
+
 def test_ranks_share_only_the_cores_they_have_in_common():
     every, one, two = frozenset(range(8)), frozenset([0, 1]), frozenset([2, 3])
     assert [count_sharing([("a", every)] * 4, rank) for rank in range(4)] == [4] * 4

@@ -7,7 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import fusion, models
-from minidl.store import slot_key
+from minidl.store import tensor_key
 from tests.test_fusion import BOUND, backward_in_evaluation, close, distance, fused, run
 
 
@@ -106,7 +106,7 @@ def _copies(ops, monkeypatch):
     copied, own = [], ops.copy_into
 
     def copy_into(out, x):
-        if slot_key(out) != slot_key(x):
+        if tensor_key(out) != tensor_key(x):
             copied.append(x.shape[-1])
         own(out, x)
 

@@ -8,7 +8,7 @@ from safetensors.numpy import save_file
 
 import minidl as m
 from minidl import models
-from minidl.interchange import export_weights, import_weights, torch_state
+from minidl.interchange import ImportReport, export_weights, import_weights, torch_state
 
 f32 = np.float32
 
@@ -61,6 +61,11 @@ def test_logits_are_those_of_the_state_dict(ops, rng, tmp_path):
     assert report.complete and report.ignored == ["features.2.num_batches_tracked"] and len(report.loaded) == 9
     y = ops.to_host(model.forward(ops.from_host(np.ascontiguousarray(x.transpose(0, 2, 3, 1)))))
     np.testing.assert_allclose(y, torch_logits(state, x.astype(np.float64)), rtol=1e-4, atol=1e-4)
+
+
+def test_a_report_names_some_of_many():
+    report = ImportReport(loaded=["a"], missing=[f"conv{i}.weight" for i in range(10)])
+    assert str(report) == f"1 loaded; 10 missing: {', '.join(report.missing[:8])} and 2 more"
 
 
 def test_a_round_trip_gives_the_same_bits(rng, tmp_path):

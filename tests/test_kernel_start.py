@@ -1,4 +1,4 @@
-"""What a launch hands to the driver, without a GPU: a function of ours stands in for cuLaunchKernel."""
+"""What a launch hands to the driver, without a GPU: a function of ours stands in for cuLaunchKernelEx."""
 
 from __future__ import annotations
 
@@ -12,11 +12,25 @@ import pytest
 from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, Views
 from minidl.cuda.launch import launch
+from minidl.precision import bfloat16
+
+
+class _Attribute(ctypes.Structure):
+    _fields_ = [("which", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
+
+
+class _Config(ctypes.Structure):
+    _fields_ = [
+        ("sizes", ctypes.c_uint * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    ]
+
 
 LAUNCH = ctypes.CFUNCTYPE(
     ctypes.c_int,
-    ctypes.c_void_p,
-    *[ctypes.c_uint] * 7,
+    ctypes.POINTER(_Config),
     ctypes.c_void_p,
     ctypes.POINTER(ctypes.c_void_p),
     ctypes.c_void_p,
@@ -24,45 +38,46 @@ LAUNCH = ctypes.CFUNCTYPE(
 
 
 class _Driver:
-    """Stands in for cuLaunchKernel: notes sizes and the bytes behind each argument.
+    """Stands in for cuLaunchKernelEx: notes sizes, attributes and the bytes behind each argument.
 
     Attributes:
+        waits: the kernel that is loaded next waits for its predecessor.
         widths: bytes of each argument of the kernel that is launched next.
         code: what the launch returns.
     """
 
     def __init__(self):
-        self.calls, self.widths, self.code = [], (), 0
+        self.calls, self.attributes, self.widths, self.code, self.waits = [], [], (), 0, True
         self._entry = LAUNCH(self._launched)
 
     @property
     def entry(self):
         return ctypes.cast(self._entry, ctypes.c_void_p).value
 
-    def _launched(self, function, *rest):
-        *sizes, stream, arguments, extra = rest
+    def _launched(self, config, function, arguments, extra):
         assert not extra
+        config = config[0]
+        self.attributes.append([(a.which, a.value[0]) for a in config.attributes[: config.count]])
         found = [ctypes.string_at(arguments[i], width) for i, width in enumerate(self.widths)]
-        self.calls.append((function, tuple(sizes), stream or 0, found))
+        self.calls.append((function, tuple(config.sizes), config.stream or 0, found))
         return self.code
 
 
 @pytest.fixture
 def recorder(monkeypatch):
     recorder, loads, grants = _Driver(), [], []
-    monkeypatch.setattr(launch_module, "_get_device", lambda: 3)
-    monkeypatch.setattr(launch_module, "_get_stream", lambda: SimpleNamespace(ptr=11))
-    monkeypatch.setattr(launch_module, "_kernels", {})
-    monkeypatch.setattr(
-        launch_module, "_load", lambda *a: loads.append(a) or launch_module.Kernel("k", None, 2**40 + 1, recorder.entry)
-    )
-    monkeypatch.setattr(launch_module, "DEBUG", False)
+
+    def load(key, defines):
+        loads.append((key, defines))
+        return launch_module.Kernel("k", None, 2**40 + 1, recorder.entry, recorder.waits)
 
     def grant(kernel, shared):
         grants.append(shared)
         kernel.granted = shared
 
-    monkeypatch.setattr(launch_module, "_grant", grant)
+    kernels = launch_module.Kernels(lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant)
+    monkeypatch.setattr(launch_module, "_kernels", kernels)
+    monkeypatch.setattr(launch_module, "DEBUG", False)
     recorder.loads, recorder.grants = loads, grants
     return recorder
 
@@ -72,7 +87,7 @@ def test_launch_loads_once_and_asks_for_shared_memory_once(recorder):
     for shared in (0, 60_000, 60_000, 1_000, 70_000):
         launch("stem", "k", 5, (32, 4), one, None, defines={"A": 1}, shared=shared)
     launch("stem", "k", (0,), 32, one)
-    assert len(recorder.loads) == 1 and recorder.grants == [60_000, 70_000]
+    assert recorder.loads == [((3, "stem", "k"), {"A": 1})] and recorder.grants == [60_000, 70_000]
     assert len(recorder.calls) == 5
     function, sizes, stream, _ = recorder.calls[1]
     assert (function, sizes, stream) == (2**40 + 1, (5, 1, 1, 32, 4, 1, 60_000), 11)
@@ -80,6 +95,29 @@ def test_launch_loads_once_and_asks_for_shared_memory_once(recorder):
     assert recorder.calls[-1][1] == (2, 3, 4, 8, 2, 2, 0)
     with pytest.raises(TypeError, match="k: argument 7 .* pass a NumPy scalar"):
         launch("stem", "k", 1, 32, 7)
+
+
+def test_kernels_that_wait_may_begin_early_unless_told_otherwise(recorder):
+    early = [(6, 1)]  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    launch("stem", "waits", 1, 32)
+    with launch_module.overlapping(False):
+        launch("stem", "waits", 1, 32)
+        with launch_module.overlapping(True):
+            launch("stem", "waits", 1, 32)
+    recorder.waits = False
+    launch("stem", "does not", 1, 32)
+    launch("stem", "waits", 1, 32)
+    assert recorder.attributes == [early, [], early, [], early]
+
+
+def test_a_variant_is_its_device_file_name_and_macros(recorder):
+    for _ in range(2):
+        launch("stem", "k", 1, 32)
+        launch("stem", "other", 1, 32)
+        launch("other", "k", 1, 32)
+        for defines in ({"A": 1}, {"A": 2}, {"B": 1}, {"A": 1, "B": 1}):
+            launch("stem", "k", 1, 32, defines=defines)
+    assert len(recorder.loads) == 7 and len(recorder.calls) == 14
 
 
 SCALARS = [
@@ -97,6 +135,16 @@ def test_launch_hands_over_the_bytes_of_every_kind_of_argument(recorder):
     pointer = (2**47 + 512).to_bytes(8, "little")
     expected = [pointer, bytes(8), structure.tobytes(), *(scalar.tobytes() for scalar in SCALARS), pointer]
     assert recorder.calls[0][3] == expected
+
+
+NO_NUMBERS = [np.void(b"x" * 64), np.str_("text"), np.clongdouble(1), bfloat16.type(1), np.zeros((4, 4))[:, 1]]
+
+
+@pytest.mark.parametrize("argument", NO_NUMBERS, ids=lambda a: type(a).__name__)
+def test_launch_refuses_what_is_not_so_many_bytes_in_a_row(recorder, argument):
+    with pytest.raises(TypeError, match="^k: "):
+        launch("stem", "k", 1, 32, argument)
+    assert not recorder.calls
 
 
 def test_launch_encodes_tensor_maps_and_holds_them_until_the_kernel_is_started(recorder):

@@ -110,6 +110,9 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
         m.SGD(model, 0.1, 1.0)
     with pytest.raises(ValueError, match="lr must be a number"):
         m.SGD(model, "0.1")
+    for scale in (0.0, "dynamic"):
+        with pytest.raises(ValueError, match="loss_scale must be a number above 0, finite"):
+            m.SGD(model, 0.1, loss_scale=scale)
     with pytest.raises(TypeError, match="groups must be ParameterGroups"):
         m.SGD(model, 0.1, groups=["fc1.*"])
     with pytest.raises(ValueError, match="lr_scale of fc1"):

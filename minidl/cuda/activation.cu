@@ -15,6 +15,7 @@
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 activate_kernel(const T* __restrict__ x, T* __restrict__ y, float a, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<T, VEC> raw[UNROLL];
     for_rows<UNROLL>(
@@ -35,6 +36,7 @@ activate_kernel(const T* __restrict__ x, T* __restrict__ y, float a, Walk walk) 
 extern "C" __global__ void __launch_bounds__(256, 4)
 activate_backward_kernel(const T* __restrict__ dy, const T* __restrict__ kept, const T* __restrict__ add,
                          T* __restrict__ dx, float a, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<T, VEC> raw_dy[UNROLL], raw_kept[UNROLL], more[ADD ? UNROLL : 1];
     for_rows<UNROLL>(

@@ -82,6 +82,7 @@ adamw_update(float* __restrict__ master, const float* __restrict__ grad, float* 
              float* __restrict__ second, T* __restrict__ working, const int* __restrict__ segment_of,
              const float4* __restrict__ segments, const float* __restrict__ control, const float* __restrict__ record,
              i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n || control[NONFINITE] != 0.0f) return;
     const float4 segment = segments[segment_of[i / CHUNK]];
@@ -101,6 +102,7 @@ lars_update(float* __restrict__ master, const float* __restrict__ grad, float* _
             T* __restrict__ working, const int* __restrict__ segment_of, const float4* __restrict__ segments,
             const float2* __restrict__ norms, const float* __restrict__ control, const float* __restrict__ record,
             i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n || control[NONFINITE] != 0.0f) return;
     const int at = segment_of[i / CHUNK];
@@ -126,6 +128,7 @@ lamb_update(float* __restrict__ master, const float* __restrict__ first, const f
             T* __restrict__ working, const int* __restrict__ segment_of, const float4* __restrict__ segments,
             const float2* __restrict__ norms, const float* __restrict__ control, const float* __restrict__ record,
             i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n || control[NONFINITE] != 0.0f) return;
     const int at = segment_of[i / CHUNK];
@@ -143,6 +146,7 @@ lamb_update(float* __restrict__ master, const float* __restrict__ first, const f
 #else
 
 extern "C" __global__ void adam_advance(const float* control, float* record) {
+    await_predecessor();
     if (control[NONFINITE] != 0.0f) return;
     record[STEP] += 1.0f;
     record[CORRECTION1] = float(1.0 - pow(double(record[BETA1]), double(record[STEP])));
@@ -154,6 +158,7 @@ lamb_moments(const float* __restrict__ master, const float* __restrict__ grad, f
              float* __restrict__ second, float2* __restrict__ partial, const int* __restrict__ segment_of,
              const float4* __restrict__ segments, const float* __restrict__ control,
              const float* __restrict__ record, i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n || control[NONFINITE] != 0.0f) return;
     const float decay = segments[segment_of[i / CHUNK]].y;
@@ -170,6 +175,7 @@ lamb_moments(const float* __restrict__ master, const float* __restrict__ grad, f
 extern "C" __global__ void __launch_bounds__(BLOCK)
 norm_sums(const float* __restrict__ master, const float* __restrict__ grad, float2* __restrict__ partial,
           const float* __restrict__ control, i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n) return;
     const Four w(master + i);
@@ -183,6 +189,7 @@ norm_sums(const float* __restrict__ master, const float* __restrict__ grad, floa
 // bounds (segments + 1,): the chunks of the arena at which segments begin; partial begins with that of the first segment.
 extern "C" __global__ void __launch_bounds__(1024)
 segment_norms(const float2* __restrict__ partial, const int* __restrict__ bounds, float2* __restrict__ norms) {
+    await_predecessor();
     __shared__ double scratch[2][32];
     double x = 0.0, y = 0.0;
 #pragma unroll 4
@@ -199,6 +206,7 @@ segment_norms(const float2* __restrict__ partial, const int* __restrict__ bounds
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 clip_values(float* __restrict__ grad, const float* __restrict__ control, float limit, i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n) return;
     Four g(grad + i);
@@ -212,6 +220,7 @@ clip_values(float* __restrict__ grad, const float* __restrict__ control, float l
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 squares(const float* __restrict__ grad, double* __restrict__ partial, i64 n) {
+    await_predecessor();
     __shared__ double scratch[32];
     double sum = 0.0;
 #pragma unroll 4
@@ -230,6 +239,7 @@ squares(const float* __restrict__ grad, double* __restrict__ partial, i64 n) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 clip_norm(float* __restrict__ grad, const double* __restrict__ total, const float* __restrict__ control, float limit, i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n) return;
     const float norm = float(sqrt(total[0])), most = limit * control[LOSS_SCALE];
@@ -243,6 +253,7 @@ clip_norm(float* __restrict__ grad, const double* __restrict__ total, const floa
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 blend(float* __restrict__ average, const float* __restrict__ x, float keep, i64 n) {
+    await_predecessor();
     const i64 i = first_element();
     if (i >= n) return;
     Four a(average + i);

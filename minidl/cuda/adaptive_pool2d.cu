@@ -29,6 +29,7 @@ DEVICE int bin_end(int cell, int cells, int size) {
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 adaptive_avg_pool2d(const T* __restrict__ x, T* __restrict__ y, float* __restrict__ partial, int items, int channels,
                     i64 pitch) {
+    await_predecessor();
     __shared__ float sums[BLOCK * VEC];
     const int vectors = channels / VEC, item = blockIdx.x * blockDim.x + threadIdx.x;
     const bool inside = item < items;
@@ -87,6 +88,7 @@ adaptive_avg_pool2d(const T* __restrict__ x, T* __restrict__ y, float* __restric
 // y = the splits' sums over the number of pixels. Thread: one item.
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 adaptive_avg_pool2d_merge(const float* __restrict__ partial, T* __restrict__ y, int items, int channels, int splits) {
+    await_predecessor();
     const int item = blockIdx.x * BLOCK + threadIdx.x;
     if (item >= items) return;
     const int cell = item / (channels / VEC), p = cell / OUT_W % OUT_H, q = cell % OUT_W;
@@ -108,6 +110,7 @@ adaptive_avg_pool2d_merge(const float* __restrict__ partial, T* __restrict__ y, 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 adaptive_avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip,
                              int channels, i64 pitch) {
+    await_predecessor();
     const int vectors = channels / VEC;
     const Place at = place(rows, IN_W * vectors);
     if (!at.inside) return;

@@ -16,6 +16,7 @@
 #ifdef ASSIGN
 
 extern "C" __global__ void assign_kernel(u32* out, int count, u32 a, u32 b, u32 c, u32 d) {
+    await_predecessor();
     const u32 words[4] = {a, b, c, d};
     for (int i = 0; i < count; ++i) out[i] = words[i];
 }
@@ -23,6 +24,7 @@ extern "C" __global__ void assign_kernel(u32* out, int count, u32 a, u32 b, u32 
 #elif defined(COPY)
 
 extern "C" __global__ void __launch_bounds__(256, 4) copy_kernel(const u8* __restrict__ x, u8* __restrict__ y, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<u8, VEC> raw[UNROLL];
     for_rows<UNROLL>(
@@ -44,6 +46,7 @@ DEVICE void unpack(const Raw<u8, N>& raw, float (&v)[N]) {
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 convert_kernel(const SOURCE* __restrict__ x, TARGET* __restrict__ y, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<SOURCE, VEC> raw[UNROLL];
     for_rows<UNROLL>(

@@ -17,6 +17,7 @@ constexpr int CHAINS = 8, UNROLL = 32, BATCH = 4;
 
 extern "C" __global__ void __launch_bounds__(256)
 fma_kernel(float* __restrict__ output, float factor, float term, int steps) {
+    await_predecessor();
     float x[CHAINS];
 #pragma unroll
     for (int c = 0; c < CHAINS; ++c) x[c] = float(threadIdx.x % 32 + c);
@@ -48,6 +49,7 @@ DEVICE void store_to_l2(uint4* p, uint4 x) {
 
 extern "C" __global__ void __launch_bounds__(512, 2)
 l2_copy_kernel(const uint4* __restrict__ input, uint4* __restrict__ output, i64 count, int repeats) {
+    await_predecessor();
     const i64 threads = i64(gridDim.x) * blockDim.x;
     for (int repeat = 0; repeat < repeats; ++repeat) {
         for (i64 first = i64(blockIdx.x) * blockDim.x + threadIdx.x; first < count; first += BATCH * threads) {

@@ -32,6 +32,29 @@ typedef f16 T;
 
 #define DEVICE static __device__ __forceinline__
 
+// ---- the kernel before this one in the stream
+//
+// A kernel that calls await_predecessor() is launched while the one before it still drains (programmatic dependent
+// launch, sm_90 and newer; the launcher finds the wait in the machine code, so nothing else has to be said): its blocks
+// take the places that become free, set up what needs no global memory (barriers, shared memory, indices), and wait
+// there until all that came before has ended and its writes are seen. The rules:
+// - Every thread calls it, on every path, before it reads or writes global memory: the kernel before may still read what
+//   this one writes, also where an arena gave both the same place, and write what this one reads. Parameters are not
+//   global memory, the fetch of a tensor map in them neither. Not on some path means not at all: a kernel without the
+//   wait starts behind its predecessor, as ever; one that ended before its predecessor did would end the waits of those
+//   behind it too early.
+// - Who comes next is let in (launch_dependents) when every block has started, not when it ends: what a block writes
+//   later is still waited for, and the blocks of the next kernel get no place before this one's have all got theirs, so
+//   a barrier across the grid cannot wait for a block that they keep out.
+// - Copies, memsets, events and other streams before a kernel are waited for as a whole: only two kernels that follow
+//   each other in one stream, or in a graph captured from it, overlap.
+DEVICE void await_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 template <class A, class B>
 DEVICE A ceil_div(A a, B b) { return (a + b - 1) / b; }
 

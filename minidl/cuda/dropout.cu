@@ -22,6 +22,7 @@
 extern "C" __global__ void __launch_bounds__(256, sizeof(T) * VEC == 16 ? 8 : 5)
 dropout(const T* __restrict__ x, T* __restrict__ y, const u32* __restrict__ key, int samples, i64 size, int spans,
         i64 sample_pitch, u32 channels, i64 pitch, u32 stream, u32 threshold, float scale) {
+    await_predecessor();
     const Place at = place<SPANS>(samples, spans);
     if (!at.inside) return;
     const T* sample = x + at.row * sample_pitch;

@@ -21,6 +21,7 @@ constexpr int STEPS = 4;
 extern "C" __global__ void __launch_bounds__(256)
 normalise_kernel(const SOURCE* __restrict__ x, const float* __restrict__ scale, const float* __restrict__ shift,
                  T* __restrict__ y, i64 elements, int channels) {
+    await_predecessor();
     const int step = blockDim.x * VEC;
     const i64 begin = i64(blockIdx.x) * (STEPS * step) + threadIdx.x * VEC;
     Raw<SOURCE, VEC> raw[STEPS];

@@ -14,6 +14,7 @@
 extern "C" __global__ void __launch_bounds__(256, 4)
 gate_kernel(const T* __restrict__ a, const T* __restrict__ gate, const T* __restrict__ mean, T* __restrict__ y, int pixels,
             int channels, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     const float share = 1.0f / float(pixels);
     Raw<T, VEC> raw[UNROLL], factor[UNROLL], more[MEAN ? UNROLL : 1];
@@ -42,6 +43,7 @@ DEVICE float joined(float a, float b) { return PRODUCT ? a * b : a + b; }
 
 extern "C" __global__ void __launch_bounds__(256, 4)
 join_kernel(const T* __restrict__ a, const T* __restrict__ b, T* __restrict__ y, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<T, VEC> raw_a[UNROLL], raw_b[UNROLL];
     for_rows<UNROLL>(

@@ -10,12 +10,11 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from types import MappingProxyType
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from minidl.cuda import nvrtc
-from minidl.cuda._launch import Kernel, plain_number
+from minidl.cuda._launch import Kernel, Kernels, plain_number
 from minidl.cuda.device import (
     BUILT_IN,
     DRY_RUN,
@@ -29,21 +28,21 @@ from minidl.cuda.device import (
     import_cupy,
 )
 from minidl.cuda.hopper import TensorMaps
+from minidl.cuda.machine_code import waiting
 
-__all__ = ["Observer", "dry_run", "launch", "observed"]
+__all__ = ["Observer", "dry_run", "launch", "observed", "overlapping"]
 
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
-_NO_DEFINES: Mapping[str, int | str] = MappingProxyType({})
+_NO_DEFINES: dict[str, int | str] = {}
 _PLAIN = (int, float, bool, complex)
 _MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 
 Observer = Callable[[str, str, Mapping[str, int | str]], AbstractContextManager]
 
 _modules: dict[tuple, Any] = {}
-_kernels: dict[tuple, Kernel] = {}
-_get_device = _get_stream = None  # CuPy's, from the first launch on
 _observer: Observer | None = None
+_overlapping = os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0")
 
 
 def launch(
@@ -52,7 +51,7 @@ def launch(
     grid: int | tuple[int, ...],
     block: int | tuple[int, ...],
     *args: Any,
-    defines: Mapping[str, int | str] = _NO_DEFINES,
+    defines: dict[str, int | str] = _NO_DEFINES,
     shared: int = 0,
 ) -> None:
     """Start the ``extern "C"`` kernel ``name`` of ``<stem>.cu`` on CuPy's current stream.
@@ -78,21 +77,11 @@ def launch(
     if dry is not None:
         _record(dry, stem, name, grid, block, args, defines, shared)
         return
-    if 0 in grid:
-        return
-    if _get_device is None:
-        _attach()
-    key = (_get_device(), stem, name, *defines.items())
-    kernel = _kernels.get(key)
-    if kernel is None:
-        kernel = _kernels[key] = _load(key, defines)
-    if shared > kernel.granted:
-        _grant(kernel, shared)
     if _observer is None:
-        code = kernel.start(grid, block, args, shared, _get_stream().ptr)
+        code = _kernels.start(stem, name, grid, block, args, defines, shared, _overlapping)
     else:
-        with _observer(stem, name, defines):
-            code = kernel.start(grid, block, args, shared, _get_stream().ptr)
+        with _observer(stem, name, defines) if 0 not in grid else nullcontext():
+            code = _kernels.start(stem, name, grid, block, args, defines, shared, _overlapping)
     if code or DEBUG:
         what = f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
         if code:
@@ -100,10 +89,10 @@ def launch(
         _wait(what)
 
 
-def _attach() -> None:
-    global _get_device, _get_stream
+def _attach() -> tuple[Callable[[], int], Callable[[], Any]]:
+    """How CuPy tells the current device and stream."""
     cuda = import_cupy().cuda
-    _get_device, _get_stream = cuda.runtime.getDevice, cuda.get_current_stream
+    return cuda.runtime.getDevice, cuda.get_current_stream
 
 
 def _words(code: int) -> str:
@@ -120,18 +109,18 @@ def _check(name: str, args: tuple) -> None:
             raise plain_number(name, argument)
 
 
-def _load(key: tuple, defines: Mapping[str, int | str]) -> Kernel:
+def _load(key: tuple[int, str, str], defines: dict[str, int | str]) -> Kernel:
     cupy = import_cupy()
-    device, stem, name = key[:3]
+    device, stem, name = key
     variant = (device, stem, *sorted(defines.items()))
-    module = _modules.get(variant)
-    if module is None:
+    if variant not in _modules:
         image = nvrtc.build(stem, nvrtc.target(current_device().arch), defines).image
         module = cupy.cuda.function.Module()
         module.load(image)
-        _modules[variant] = module
-    function = module.get_function(name).ptr
-    return Kernel(name, module, function, ctypes.cast(driver().cuLaunchKernel, ctypes.c_void_p).value)
+        _modules[variant] = module, waiting(image)
+    module, waits = _modules[variant]
+    entry = ctypes.cast(driver().cuLaunchKernelEx, ctypes.c_void_p).value
+    return Kernel(name, module, module.get_function(name).ptr, entry, name in waits)
 
 
 def _grant(kernel: Kernel, shared: int) -> None:
@@ -140,6 +129,9 @@ def _grant(kernel: Kernel, shared: int) -> None:
     if code:
         raise RuntimeError(f"kernel {kernel.name} cannot have {shared} bytes of shared memory: {_words(code)}")
     kernel.granted = shared
+
+
+_kernels = Kernels(_attach, _load, _grant)
 
 
 def _wait(what: str) -> None:
@@ -199,6 +191,21 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observer = before
+
+
+@contextmanager
+def overlapping(wanted: bool) -> Iterator[None]:
+    """Whether kernels that wait may begin while those before them end; else each starts when the last has ended.
+
+    They may unless MINIDL_OVERLAP=0 is set. It changes no bit of a result, so it is no part of any key: for
+    measurements, and to find out who forgot to wait.
+    """
+    global _overlapping
+    before, _overlapping = _overlapping, wanted
+    try:
+        yield
+    finally:
+        _overlapping = before
 
 
 @contextmanager

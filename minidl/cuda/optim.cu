@@ -67,6 +67,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK)
 sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __restrict__ momentum_buffer,
            T* __restrict__ working, const int* __restrict__ segment_of, const float4* __restrict__ segments,
            const float* __restrict__ control, i64 n) {
+    await_predecessor();
     if (control[NONFINITE] != 0.0f) return;
     const float lr = control[LEARNING_RATE], unscale = 1.0f / control[LOSS_SCALE];
     const float momentum = control[MOMENTUM_FACTOR];
@@ -101,6 +102,7 @@ sgd_update(float* __restrict__ master, const float* __restrict__ grad, float* __
 extern "C" __global__ void __launch_bounds__(BLOCK)
 sgd_begin(const float* __restrict__ master, float* __restrict__ momentum_buffer, const int* __restrict__ segment_of,
           const float4* __restrict__ segments, const float* __restrict__ control, i64 n) {
+    await_predecessor();
     const float momentum = control[MOMENTUM_FACTOR];
     float4 w[UNROLL], buf[UNROLL], segment[UNROLL];
     for_groups<UNROLL>(
@@ -121,6 +123,7 @@ sgd_begin(const float* __restrict__ master, float* __restrict__ momentum_buffer,
 }
 
 extern "C" __global__ void clear_nonfinite(float* control) {
+    await_predecessor();
     control[NONFINITE] = 0.0f;
 }
 
@@ -131,6 +134,7 @@ DEVICE u32 magnitude(float value) {
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
 find_nonfinite(const float* __restrict__ grad, float* __restrict__ control, i64 n) {
+    await_predecessor();
     u32 largest = 0;
     for_groups<UNROLL>(
         n,
@@ -147,6 +151,7 @@ find_nonfinite(const float* __restrict__ grad, float* __restrict__ control, i64 
 }
 
 extern "C" __global__ void update_loss_scale(float* control) {
+    await_predecessor();
     if (control[NONFINITE] != 0.0f) {
         control[LOSS_SCALE] = fmaxf(control[LOSS_SCALE] * 0.5f, 1.0f);
         control[GOOD_STEPS] = 0.0f;

@@ -13,6 +13,7 @@
 extern "C" __global__ void __launch_bounds__(256)
 pad2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int height, int width, int channels, i64 pitch,
       int out_h, int out_w, int top, int left, float value) {
+    await_predecessor();
     const int vectors = channels / VEC;
     const Place at = place(rows, out_w * vectors);
     if (!at.inside) return;

@@ -167,6 +167,7 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
            const float* __restrict__ moments, const float* __restrict__ gamma, const float* __restrict__ beta, int rows,
            int strips, int strip, int height, int width, int channels, i64 pitch, int out_h, int out_w, int pad_h,
            int pad_w) {
+    await_predecessor();
     const int vectors = channels / VEC;
     const Place at = place(rows, out_w * vectors);
     if (!at.inside) return;
@@ -314,6 +315,7 @@ DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ 
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 max_pool2d_backward(const T* __restrict__ dy, const index_t* __restrict__ index, const T* __restrict__ add,
                     T* __restrict__ dx, Geometry g, i64 pitch, i64 add_pitch) {
+    await_predecessor();
 #if ADD
     gather_maxima(dy, index, dx, g, pitch, Adding{add, add_pitch});
 #else
@@ -326,6 +328,7 @@ batch_norm_max_pool2d_backward(const T* __restrict__ dy, const index_t* __restri
                                const float* __restrict__ moments, const float* __restrict__ gamma,
                                const double* __restrict__ sums, const double* __restrict__ count, T* __restrict__ dx,
                                Geometry g, i64 pitch) {
+    await_predecessor();
     gather_maxima(dy, index, dx, g, pitch, NormalizedBackward{x, dx, moments, gamma, sums, count, g.channels});
 }
 #endif
@@ -348,6 +351,7 @@ DEVICE int window_length(int begin, int kernel, int size, int pad, int include_p
 extern "C" __global__ void __launch_bounds__(BLOCK, 3)
 avg_pool2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int height, int width,
            int channels, i64 pitch, int out_h, int out_w, int pad_h, int pad_w, int include_pad) {
+    await_predecessor();
     const int vectors = channels / VEC;
     const Place at = place(rows, out_w * vectors);
     if (!at.inside) return;
@@ -399,6 +403,7 @@ struct Window {
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, Geometry g, i64 pitch, int include_pad) {
+    await_predecessor();
     gather<Window>(
         g, dx,
         [&](const Column& at, int a, int up, int left) {

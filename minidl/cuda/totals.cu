@@ -6,6 +6,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
 column_totals(const double* __restrict__ partial, double* __restrict__ totals, int rows, int columns) {
+    await_predecessor();
     __shared__ double scratch[32];
     double sum = 0.0;
 #pragma unroll 4

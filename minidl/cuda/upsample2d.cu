@@ -95,6 +95,7 @@ struct Neighbours {
 extern "C" __global__ void __launch_bounds__(256, 4)
 upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int strip, int channels, i64 pitch,
            Axis down, Axis across) {
+    await_predecessor();
     settle(down, across);
     const Strip at(rows, strips, strip, down.out, across.out, channels);
     if (!at.inside) return;
@@ -171,6 +172,7 @@ DEVICE void start_copy(T* to, const T* __restrict__ from) {
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
                     i64 pitch, Axis down, Axis across) {
+    await_predecessor();
     settle(down, across);
     const Strip at(rows, strips, strip, down.size, across.size, channels);
     if (!at.inside) return;

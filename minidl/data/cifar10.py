@@ -47,10 +47,11 @@ def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
 
     Args:
         path: the folder with ``data_batch_1.bin`` ... ``data_batch_5.bin`` and ``test_batch.bin``, or the one above it.
+        split: ``"train"`` or ``"test"``.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a file has the wrong size or impossible labels.
+        ValueError: another split, a file has the wrong size or impossible labels.
     """
     if split not in _FILES:
         raise checks.unknown("split", split, _FILES)

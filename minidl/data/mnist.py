@@ -53,10 +53,11 @@ def mnist(path: str | Path, split: str = "train") -> ArrayDataset:
 
     Args:
         path: the folder with ``train-images-idx3-ubyte`` and its three companions, compressed by gzip or not.
+        split: ``"train"`` or ``"test"``.
 
     Raises:
         FileNotFoundError: the folder or one of its files is missing.
-        ValueError: a damaged file, or images and labels that do not belong together.
+        ValueError: another split, a damaged file, or images and labels that do not belong together.
     """
     if split not in _FILES:
         raise checks.unknown("split", split, _FILES)

@@ -39,7 +39,7 @@ from minidl.layers import (
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
-from minidl.store import slot_key
+from minidl.store import tensor_key
 from minidl.value import Value, addend, finished, materialize
 
 __all__ = ["Cut", "Member", "Piece", "cut", "twin"]
@@ -186,7 +186,7 @@ class Piece:
         self._frames.saved = {}
         self._in(on, partial(self.forward, 0))
         kept = [item for frame in self._frames.saved.values() for item in frame.values() if hasattr(item, "strides")]
-        return sum({slot_key(array): array.nbytes for array in kept}.values())
+        return sum({tensor_key(array): array.nbytes for array in kept}.values())
 
     def _in(self, on: Set[tuple[str, str]], work: Callable[[], Any]) -> Any:
         """``work`` with exactly these modes."""

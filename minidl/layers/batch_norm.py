@@ -37,6 +37,7 @@ class BatchNorm2d(AffineNorm):
         affine: learn a scale (weight) and a shift (bias) per channel.
         sync: in training, use the statistics of the joined batch of all ranks of the model, or of those of a
             communicator (`Communicator.split`), such as the ranks that share the rows of their images.
+        weight_init: starting scales; default: ones.
 
     Shapes:
         x (N, H, W, C) or (N, C) → the same; weight, bias, running_mean, running_var (C,) float32.

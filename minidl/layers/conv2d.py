@@ -214,6 +214,7 @@ class ConvTranspose2d(_Convolution):
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in torch.nn.
         output_padding: rows and columns added at the bottom and right, to choose among the input sizes that the
             matching convolution would map to one; smaller than stride or dilation.
+        weight_init: starting weights; default as in torch.nn.
 
     Shapes:
         x (N, H, W, C) → (N, P, Q, K) with P = (H − 1)·stride − 2·padding + dilation·(kernel − 1) + output_padding + 1.

@@ -18,6 +18,7 @@ class GroupNorm(AffineNorm):
 
     Args:
         num_groups: divides ``num_channels``; 1 normalises whole images, ``num_channels`` is instance norm.
+        eps: added to the variance.
         affine: with weight and bias (C,).
 
     Shapes:
@@ -71,6 +72,7 @@ class LayerNorm(AffineNorm):
 
     Args:
         normalized_shape: the channels C, the last axis; or a sequence of just that. Whole images: `GroupNorm(1, C)`.
+        eps: added to the variance.
         elementwise_affine: with weight and bias (C,).
 
     Shapes:

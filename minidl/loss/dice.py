@@ -22,6 +22,7 @@ class DiceLoss(Loss):
     Args:
         smooth: above 0; keeps classes without a pixel defined.
         ignore_index: label that does not count.
+        comm: as `Loss`.
 
     Shapes:
         logits (N, H, W, K) with labels (N, H, W), or (N, K) with labels (N,); K at least 2.

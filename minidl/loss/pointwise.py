@@ -54,6 +54,7 @@ class BCEWithLogitsLoss(_Pointwise):
 
     Args:
         pos_weight: factor on the positive terms, above 0.
+        comm: as `Loss`.
     """
 
     function = "bce_with_logits"
@@ -71,6 +72,7 @@ class FocalLoss(_Pointwise):
     Args:
         alpha: weight of positive terms, in [0, 1]; 1 − alpha of the others.
         gamma: 0, or at least 1, where the gradient is bounded.
+        comm: as `Loss`.
     """
 
     function = "focal"

@@ -21,7 +21,7 @@ from minidl.cuda.launch import dry_run
 from minidl.layer import Layer
 from minidl.memory.nested import mapped, parts
 from minidl.memory.trace import Tensor
-from minidl.store import Slot, TensorStore
+from minidl.store import TensorStore
 
 __all__ = ["Memory", "NotingStore", "Seen", "Watcher", "root"]
 
@@ -227,9 +227,6 @@ class NotingStore(TensorStore):
                 memory = self._watcher.find(array)
                 if memory is not None and aside.find(other) is not None:
                     memory.again = True
-
-    def hold(self, array: Any) -> Slot:
-        return Slot(array)
 
 
 def root(array: np.ndarray) -> np.ndarray:

@@ -134,6 +134,7 @@ class CSBLinear(_CSBLayer):
         pattern: where the weight has elements.
         bias: add a learned vector of out_features elements.
         weight_init: of the (nnz,) values in the pattern's order; default: torch.nn's rule with the mean fan-in.
+        bias_init: of the bias; default: the same rule.
 
     Shapes:
         x (N, in_features) → (N, out_features); parameters weight (nnz,), bias (out_features,).
@@ -182,7 +183,7 @@ class CSBConv2d(_CSBLayer):
         pattern: of the filter as a matrix with a row for each output channel. Its columns are the taps of the kernel,
             row by row, each with ``in_channels`` columns or, where there are several taps, as many as make whole
             blocks; those beyond ``in_channels`` have no elements. `from_dense` makes it.
-        bias, weight_init: as in `CSBLinear`.
+        bias, weight_init, bias_init: as in `CSBLinear`.
         kernel_size, stride, padding, dilation: an integer or (height, width); padding is with zeros.
         in_channels: C; None takes all columns of a tap.
 

@@ -20,6 +20,7 @@
 extern "C" __global__ void __launch_bounds__(256)
 channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
                    i64 pitch) {
+    await_predecessor();
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
     __shared__ float scratch[8][LANES * VEC + 1];
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;
@@ -74,6 +75,7 @@ DEVICE void add(float (&sum)[VEC], const float (&value)[VEC]) {
 extern "C" __global__ void __launch_bounds__(SPLIT * WIDTH)
 sum_partials_kernel(const float* __restrict__ partials, float* __restrict__ out, int chunks, i64 count,
                     int accumulate) {
+    await_predecessor();
     const int lane = threadIdx.x % WIDTH, part = threadIdx.x / WIDTH;
     const i64 i = (i64(blockIdx.x) * WIDTH + lane) * VEC;
     float sum[VEC] = {};

@@ -273,6 +273,7 @@ constexpr int RESIDENT = HEAVY ? 2 : 3;
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
               const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     using Product = TileProduct<TILE_M, TILE_N, true, Filter::DEPTH_INNER>;
     constexpr int STAGE = Product::A::BYTES + Product::B::BYTES;

@@ -57,6 +57,7 @@ conv2d_divided_kernel(const __grid_constant__ Maps maps, const float* __restrict
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
+    await_predecessor();
     __syncthreads();
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {

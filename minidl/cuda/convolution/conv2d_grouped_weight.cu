@@ -71,6 +71,7 @@ DEVICE void write_sums(const float (&sums)[4], float* output, const Problem& p, 
 extern "C" __global__ void __launch_bounds__(THREADS)
 conv2d_grouped_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                              const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 stages = shared_address(shared);
     const int slab = blockIdx.x % p.slabs;

@@ -405,6 +405,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
 #endif
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;

@@ -435,6 +435,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
+    await_predecessor();
     __syncthreads();
 
     const int group = blockIdx.x / p.group, turn = p.group * p.share;

@@ -35,6 +35,7 @@ typedef T Out;
 extern "C" __global__ void __launch_bounds__(256)
 conv2d_small_kernel(const T* __restrict__ a, const T* __restrict__ b, const float* __restrict__ bias,
                     const T* __restrict__ add, Out* __restrict__ output, const __grid_constant__ Problem p) {
+    await_predecessor();
     const int lane = threadIdx.x % LANES, column = (blockIdx.x % p.slabs * 256 + threadIdx.x) / LANES;
     const int first = blockIdx.x / p.slabs * ROWS;
     const T* row[ROWS];  // those behind the last read it again

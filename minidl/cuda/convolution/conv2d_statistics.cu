@@ -34,6 +34,7 @@ DEVICE void sum_columns(double (&sum)[N], const S* from, int apart, int pitch, i
 // Sums of every `per` patches. Grid: (chunks, tiles of columns), LANES lanes.
 extern "C" __global__ void __launch_bounds__(COLUMNS * LANES)
 conv2d_sums_kernel(const float* __restrict__ partial, SUM* __restrict__ sums, int patches, int per, int columns) {
+    await_predecessor();
     const int column = blockIdx.y * COLUMNS + threadIdx.x, first = blockIdx.x * per;
     const bool inside = column < columns;
     double sum[1] = {};
@@ -58,6 +59,7 @@ struct Moments {
 // Statistics (1 + 2C,). Grid: tiles of channels, MOST_LANES lanes.
 extern "C" __global__ void __launch_bounds__(COLUMNS * MOST_LANES)
 conv2d_moments_kernel(const SUM* __restrict__ sums, double* __restrict__ stats, int rows, int channels, int count) {
+    await_predecessor();
     const int channel = blockIdx.x * COLUMNS + threadIdx.x;
     const Moments found(sums, rows, channel, channels, count);
     if (threadIdx.y > 0 || channel >= channels) return;
@@ -71,6 +73,7 @@ extern "C" __global__ void __launch_bounds__(COLUMNS * MOST_LANES)
 conv2d_finalize_kernel(const SUM* __restrict__ sums, float* __restrict__ moments, double* __restrict__ total,
                        float* __restrict__ running_mean, float* __restrict__ running_var, double eps, double momentum,
                        int rows, int channels, int count) {
+    await_predecessor();
     const int channel = blockIdx.x * COLUMNS + threadIdx.x;
     const Moments found(sums, rows, channel, channels, count);
     if (threadIdx.y > 0 || channel >= channels) return;

@@ -69,6 +69,7 @@ struct Packed {
 // One word of the packed filter per thread.
 extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter, u32* __restrict__ packed, int columns,
                                                    int words) {
+    await_predecessor();
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= words) return;
     const int half = index % 2, lane = index / 4 % 32;
@@ -212,6 +213,7 @@ struct OutputRow {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
                    T* __restrict__ output, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(16) float shifts[TILE_N];
     constexpr int BUFFER = ROWS * LENGTH * 2;

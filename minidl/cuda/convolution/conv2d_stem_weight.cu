@@ -215,6 +215,7 @@ struct Product {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ partials,
                           const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ int counts[STAGES];
     unsigned char* const stages = shared;  // first, for their chunks are permuted by address

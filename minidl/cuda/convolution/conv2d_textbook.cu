@@ -39,6 +39,7 @@ DEVICE bool inside(const Problem& p, int h, int w) {
 extern "C" __global__ void direct_kernel(const float* __restrict__ x, const float* __restrict__ w,
                                          const float* __restrict__ bias, float* __restrict__ y,
                                          const __grid_constant__ Problem p) {
+    await_predecessor();
     const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 pixel = index / p.filters;
     const int k = static_cast<int>(index - pixel * p.filters);
@@ -63,6 +64,7 @@ extern "C" __global__ void direct_kernel(const float* __restrict__ x, const floa
 extern "C" __global__ void __launch_bounds__(TILE * TILE)
 tiled_kernel(const float* __restrict__ x, const float* __restrict__ w, const float* __restrict__ bias,
              float* __restrict__ y, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ float shared[];
     const int patch_h = (TILE - 1) * p.stride_h + (p.kernel_h - 1) * p.dilation_h + 1;
     const int patch_w = (TILE - 1) * p.stride_w + (p.kernel_w - 1) * p.dilation_w + 1;

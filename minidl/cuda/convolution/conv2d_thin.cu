@@ -126,6 +126,7 @@ struct Sum {
 extern "C" __global__ void __launch_bounds__(256, UNITS && VEC_X == WIDTH ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
+    await_predecessor();
     extern __shared__ uint4 filters[];
     const int t = threadIdx.x % 4;
     const i64 first = i64(blockIdx.x) * p.share * ROWS;
@@ -258,6 +259,7 @@ DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, i
 extern "C" __global__ void __launch_bounds__(256, UNITS && FEW <= 4 && VEC_Y == WIDTH && VEC_ADD == WIDTH ? 3 : 2)
 conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                          const T* __restrict__ add, T* __restrict__ out, const Problem p) {
+    await_predecessor();
     extern __shared__ uint4 filters[];
     const int t = threadIdx.x % 4, chunks = ceil_div(p.wide, CHUNK);
     const i64 first = i64(blockIdx.x) * p.share * ROWS;

@@ -91,6 +91,7 @@ struct Sum {
 extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS ? 3 : 2)
 conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide, float* __restrict__ partials,
                           const Problem p) {
+    await_predecessor();
     __shared__ float sums[WARPS][SPAN][SLOTS];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int channel = blockIdx.x * SPAN + g * WIDTH;

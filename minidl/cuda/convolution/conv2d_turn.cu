@@ -11,6 +11,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
 conv2d_turn_kernel(const float* __restrict__ w, float* __restrict__ turned, int filters, int taps, int channels) {
+    await_predecessor();
     __shared__ float tile[32][33];
     const int across = ceil_div(channels, 32), tap = blockIdx.y;
     const int c0 = blockIdx.x % across * 32, k0 = blockIdx.x / across * 32;

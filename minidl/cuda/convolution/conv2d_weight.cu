@@ -155,6 +155,7 @@ constexpr int RESIDENT = TILE_M * TILE_N > 128 * 64 || (DTYPE == 0 && TF32 != 1)
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                      const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     Patch* const patches = reinterpret_cast<Patch*>(shared);  // of stage after stage, DEPTH each
     unsigned char* const tiles = shared + STAGES * DEPTH * sizeof(Patch);

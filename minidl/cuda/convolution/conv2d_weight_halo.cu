@@ -233,6 +233,7 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
 #endif
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp

@@ -399,6 +399,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
         barrier_init_done();
     }
+    await_predecessor();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.

@@ -83,6 +83,7 @@ DEVICE void join(Sums& sums) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS * SPLIT)
 conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__ output,
                          const __grid_constant__ Problem p) {
+    await_predecessor();
     const u32 lot = blockIdx.x / p.cells, cell = blockIdx.x - lot * p.cells, turn = blockIdx.y;
     const u32 tile = turn * p.lots + lot;
     u32 first = 0, count = p.parts;

@@ -92,6 +92,7 @@ DEVICE int source_coordinate(int at, int tap, int padding, int dilation, int siz
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 depthwise_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                  const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(16) float weights[];  // [j][tap][channel of the slab]
     constexpr int FAN = BACKWARD ? MULTIPLIER : 1;    // filters that meet in one output channel
     const int taps = p.kernel_h * KERNEL_W;
@@ -152,6 +153,7 @@ depthwise_kernel(const T* __restrict__ source, const T* __restrict__ filter, con
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 depthwise_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                         const __grid_constant__ Problem p) {
+    await_predecessor();
     __shared__ float scratch[DEEP][SLAB + 1];
     const int taps = p.kernel_h * KERNEL_W;
     const int groups = ceil_div(taps, TAPS);

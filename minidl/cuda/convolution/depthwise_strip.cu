@@ -158,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3)
 depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                        const T* __restrict__ add, T* __restrict__ output, float* __restrict__ parts,
                        const __grid_constant__ Problem p) {
+    await_predecessor();
     const int vectors = CHANNELS / VEC;
     const i64 index = i64(blockIdx.x) * THREADS + threadIdx.x, number = index / vectors;
     if (number >= p.items) return;
@@ -224,6 +225,7 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                               const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(16) float scratch[];  // [thread of a lane][channel of the slab][tap]
     constexpr int TAPS = KERNEL_H * KERNEL_W, SLAB = LANES * VEC;
     const int lane = threadIdx.x % LANES, depth = threadIdx.x / LANES;

@@ -14,6 +14,7 @@
 
 extern "C" __global__ void __launch_bounds__(256)
 widen_kernel(const T* __restrict__ input, T* __restrict__ output, i64 rows, int channels, int wide, i64 pitch) {
+    await_predecessor();
     const i64 row = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     if (row >= rows) return;
     const int first = blockIdx.y * VEC;
@@ -27,6 +28,7 @@ widen_kernel(const T* __restrict__ input, T* __restrict__ output, i64 rows, int 
 extern "C" __global__ void __launch_bounds__(256)
 narrow_kernel(const float* __restrict__ input, float* __restrict__ output, i64 rows, int channels, int wide,
               int accumulate) {
+    await_predecessor();
     const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 row = index / channels;
     if (row >= rows) return;

@@ -94,6 +94,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int passes, i64 ignore_index,
                       float smoothing, int top) {
+    await_predecessor();
     extern __shared__ uint4 memory[];
     const float* shared = share_weights(weights);
     const float all = SMOOTHED ? all_weights(shared) : 0.0f;
@@ -147,6 +148,7 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
                                const float* __restrict__ weights, const float* __restrict__ lse,
                                const double* __restrict__ totals, const float* __restrict__ scale,
                                T* __restrict__ dlogits, i64 rows, i64 ignore_index, float smoothing) {
+    await_predecessor();
     extern __shared__ uint4 memory[];
     const Rewrite at(memory, logits, rows);
     const float* shared = share_weights(weights);
@@ -233,6 +235,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, ALIGNED && !SMOOTHED ? 4 : 3
 softmax_cross_entropy(const T* __restrict__ logits, const LABEL* __restrict__ labels, const float* __restrict__ weights,
                       float* __restrict__ lse, double* __restrict__ partial, i64 rows, int classes, i64 pitch,
                       int passes, i64 ignore_index, float smoothing, int top) {
+    await_predecessor();
     const int lane = threadIdx.x % LANES;
     Totals mine;
     for (int pass = 0; pass < passes; ++pass) {
@@ -313,6 +316,7 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
                                const double* __restrict__ totals, const float* __restrict__ scale,
                                T* __restrict__ dlogits, i64 rows, int classes, i64 pitch, i64 ignore_index,
                                float smoothing) {
+    await_predecessor();
     const i64 row = i64(blockIdx.x) * ROWS + threadIdx.x / LANES;
     const float share = SMOOTHED ? smoothing / classes : 0.0f;
     float all = classes;
@@ -364,6 +368,7 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
 // Threads of all blocks take turns, so neighbours read neighbours.
 extern "C" __global__ void __launch_bounds__(BLOCK)
 count_labels(const LABEL* __restrict__ labels, double* __restrict__ partial, i64 count, int classes, i64 ignore_index) {
+    await_predecessor();
     Totals mine;
     for (i64 i = i64(blockIdx.x) * BLOCK + threadIdx.x; i < count; i += i64(gridDim.x) * BLOCK)
         mine.valid += counts(i64(labels[i]), classes, ignore_index);

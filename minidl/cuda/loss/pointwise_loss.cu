@@ -101,6 +101,7 @@ DEVICE void for_chunk(const T* __restrict__ x, const T* __restrict__ t, int size
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restrict__ partial, i64 count, float a,
                float b) {
+    await_predecessor();
     __shared__ double scratch[32];
     const i64 begin = i64(blockIdx.x) * CHUNK;
     const int size = int(min(count - begin, i64(CHUNK)));
@@ -123,6 +124,7 @@ pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restr
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 pointwise_loss_backward(const T* __restrict__ x, const T* __restrict__ t, const double* __restrict__ totals,
                         const float* __restrict__ scale, T* __restrict__ dx, i64 count, float a, float b) {
+    await_predecessor();
     const i64 begin = i64(blockIdx.x) * CHUNK;
     const int size = int(min(count - begin, i64(CHUNK)));
     const float factor = totals[1] > 0.0 ? (scale ? scale[0] : 1.0f) / float(totals[1]) : 0.0f;

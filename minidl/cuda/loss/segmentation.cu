@@ -19,6 +19,7 @@
 // out[c] = the sum over rows of partial (rows, size); a block for 32 columns, a warp for every 32nd row.
 extern "C" __global__ void __launch_bounds__(1024)
 count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows, int size) {
+    await_predecessor();
     __shared__ u64 scratch[32][33];
     const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
     u64 total = 0;
@@ -41,6 +42,7 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
           i64 ignore_index) {
+    await_predecessor();
     constexpr int IN_FRONT = CLASSES * BLOCK / 4 + (CLASSES + 4) / 4;
     extern __shared__ uint4 memory[];
     float* hits = reinterpret_cast<float*>(memory) + threadIdx.x;  // of class k at k * BLOCK
@@ -116,6 +118,7 @@ DEVICE bool is_number(T x) { return to_float(x) == to_float(x); }
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int passes,
           i64 ignore_index) {
+    await_predecessor();
     constexpr int SIZE = CLASSES * CLASSES + 1;
     extern __shared__ uint4 memory[];
     u32* local = reinterpret_cast<u32*>(memory);
@@ -153,6 +156,7 @@ confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __rest
 extern "C" __global__ void __launch_bounds__(BLOCK, CLASSES <= 32 ? 6 : 2)
 dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const double* __restrict__ sums,
               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, i64 ignore_index, float smooth) {
+    await_predecessor();
     extern __shared__ uint4 memory[];
     __shared__ float slopes[CLASSES], less[CLASSES];  // dL/dp of a class, and by how much less it is on its own pixels
     const Rewrite at(memory, p, rows);
@@ -196,6 +200,7 @@ dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const d
 extern "C" __global__ void __launch_bounds__(256)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, i64 chunk,
           int classes, i64 pitch, i64 ignore_index) {
+    await_predecessor();
     constexpr int DEEP = 256 / LANES, STEPS = 4;
     __shared__ double scratch[4][256];
     const int k = (blockIdx.x * LANES + threadIdx.x % LANES) * VEC;
@@ -274,6 +279,7 @@ DEVICE void for_labelled_parts(const T* __restrict__ p, const LABEL* __restrict_
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 confusion(const T* __restrict__ p, const LABEL* __restrict__ labels, u32* __restrict__ found, i64 rows, int channels,
           i64 pitch, int passes, i64 ignore_index) {
+    await_predecessor();
     extern __shared__ u32 local[];
     const int size = channels * channels + 1;
     if (SHARED) {
@@ -313,6 +319,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 dice_backward(const T* __restrict__ p, const LABEL* __restrict__ labels, const double* __restrict__ sums,
               const float* __restrict__ scale, T* __restrict__ dlogits, i64 rows, int channels, i64 pitch, int passes,
               i64 ignore_index, float smooth) {
+    await_predecessor();
     extern __shared__ float2 slopes[];  // dL/dp of a class, and by how much less it is on its own pixels
     const float factor = (scale ? scale[0] : 1.0f) / channels;
     const auto slope = [&](int k) {

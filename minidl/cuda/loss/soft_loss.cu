@@ -44,6 +44,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targets, const float* __restrict__ weights,
                    float* __restrict__ lse, double* __restrict__ partial, i64 rows, int channels, i64 pitch, int passes,
                    float keep, float spread) {
+    await_predecessor();
     double loss = 0.0;
     int counted = 0, right = 0;
     const float least = __uint_as_float(0xff800000u);
@@ -128,6 +129,7 @@ soft_cross_entropy_backward(const T* __restrict__ logits, const float* __restric
                             const float* __restrict__ weights, const float* __restrict__ lse,
                             const double* __restrict__ totals, const float* __restrict__ scale, T* __restrict__ dlogits,
                             i64 rows, int channels, i64 pitch, float keep, float spread) {
+    await_predecessor();
     const RowShare at(rows);
     RowPart<> logit;
     RowPart<float> target;

@@ -14,6 +14,7 @@
 
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 softmax_kernel(const T* __restrict__ x, T* __restrict__ y, i64 rows, int channels, i64 pitch) {
+    await_predecessor();
     const HeldRows at;
     const float least = __uint_as_float(0xff800000u);
     RowPart<> part[PER];
@@ -56,6 +57,7 @@ softmax_kernel(const T* __restrict__ x, T* __restrict__ y, i64 rows, int channel
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 softmax_backward_kernel(const T* __restrict__ dy, const T* __restrict__ y, T* __restrict__ dx, i64 rows, int channels,
                         i64 dy_pitch, i64 y_pitch) {
+    await_predecessor();
     const HeldRows at;
     RowPart<> gradient[PER], part[PER];
 #pragma unroll

@@ -95,6 +95,7 @@ struct Stretch {
 // mean (chunks, C) double, squares (chunks, C) float: the mean and M2 of each chunk.
 extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, float* __restrict__ squares, Chunks cut) {
+    await_predecessor();
     const int width = blockDim.x * VEC, slot = threadIdx.x * VEC;  // channels of the tile, and where mine begin
     float* lane_mean = lanes;  // [lane][channel of the tile], relative to the chunk's pivot
     float* lane_squares = lane_mean + blockDim.y * width;
@@ -176,6 +177,7 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
                         const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
                         const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
                         u8* __restrict__ signs, float a, int channels, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC];
@@ -232,6 +234,7 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const float* __restrict__ gamma, const float* __restrict__ beta,
                                  const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
                                  Chunks cut) {
+    await_predecessor();
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;
@@ -306,7 +309,8 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 // and x is read for the slope only. ADD, BATCH: 0 or 1. MASK: 0; 1: dy is the gradient behind FUNCTION, whose slope is
 // recomputed from x.
 #if __CUDA_ARCH__ >= 900
-constexpr int RESIDENT = BATCH || MASK ? 3 : 4;
+// NVRTC 13.0 would spill under tanh in float16, and under hardswish with a sum.
+constexpr int RESIDENT = BATCH && NAMED && (ADD || DTYPE == 2) ? 2 : BATCH || MASK ? 3 : 4;
 #else
 constexpr int RESIDENT = BATCH && MASK ? 2 : BATCH || MASK ? 3 : 4;  // its compiler would spill three vectors
 #endif
@@ -317,6 +321,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const double* __restrict__ sums, const double* __restrict__ count,
                                  const T* __restrict__ add, T* __restrict__ dx,
                                  float a, int channels, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];

@@ -12,6 +12,7 @@
 extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, int rows,
                         int chunk_rows, int chunks, int channels) {
+    await_predecessor();
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[3] = {};  // sums of count * d, count * d^2, M2
     if (channel < channels && chunks > 0) {
@@ -47,6 +48,7 @@ extern "C" __global__ void __launch_bounds__(GROUP * LANES)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
+    await_predecessor();
     int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
     double v[2] = {};
     if (channel < channels) {
@@ -77,6 +79,7 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
                                                       double* __restrict__ total, float* __restrict__ running_mean,
                                                       float* __restrict__ running_var, double eps, double momentum,
                                                       int parts, int channels) {
+    await_predecessor();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     double count = 0.0, mean = 0.0, m2 = 0.0;
@@ -97,6 +100,7 @@ extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__
 // each element.
 extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
                                                     double* __restrict__ stats, int first_channels, int channels) {
+    await_predecessor();
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     if (i > 2 * channels) return;
     const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
@@ -112,6 +116,7 @@ extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ f
 extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
                                                           const float* __restrict__ running_var,
                                                           float* __restrict__ moments, double eps, int channels) {
+    await_predecessor();
     const int channel = blockIdx.x * blockDim.x + threadIdx.x;
     if (channel >= channels) return;
     moments[channel] = running_mean[channel];

@@ -61,6 +61,7 @@ extern "C" __global__ void __launch_bounds__(256, BACK ? FEW : 4)
 gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* __restrict__ moments,
                 const float* __restrict__ gamma, const float* __restrict__ beta, float* __restrict__ partials,
                 T* __restrict__ out, float* __restrict__ parts, float a, float factor, Cut cut) {
+    await_predecessor();
     __shared__ float scratch[WARPS][SUMS][WIDTH];
     const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
     const int chunk = at % cut.chunks, sample = at / cut.chunks;
@@ -138,6 +139,7 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
 extern "C" __global__ void __launch_bounds__(256)
 gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float* __restrict__ parts, int all, int channels,
                  int chunks, float factor) {
+    await_predecessor();
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= all) return;
     const int sample = i / channels, channel = i - sample * channels;
@@ -154,6 +156,7 @@ gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float*
 extern "C" __global__ void __launch_bounds__(256)
 gated_norm_parts(const float* __restrict__ four, const T* __restrict__ gate, const T* __restrict__ dmean,
                  float* __restrict__ two, int all, int channels, float share) {
+    await_predecessor();
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= all) return;
     const int sample = i / channels, channel = i - sample * channels;
@@ -174,6 +177,7 @@ extern "C" __global__ void __launch_bounds__(256, 4)
 gated_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                  const float* __restrict__ beta, const T* __restrict__ gate, T* __restrict__ z, float a, int samples,
                  int channels, Walk walk) {
+    await_predecessor();
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC], factor[VEC];
@@ -203,6 +207,7 @@ gated_norm_backward_apply(const T* __restrict__ dz, const T* __restrict__ x, con
                           const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ gate,
                           const T* __restrict__ dmean, const double* __restrict__ sums, const double* __restrict__ count,
                           T* __restrict__ dx, float a, float share, int samples, int channels, Walk walk) {
+    await_predecessor();
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC], level[VEC] = {}, bend[VEC] = {}, factor[VEC], added[VEC];

@@ -47,6 +47,7 @@ struct Gathered {
 extern "C" __global__ void __launch_bounds__(256, 4)
 sample_sums(const T* __restrict__ a, const T* __restrict__ b, const float* __restrict__ moments,
             float* __restrict__ partials, Cut cut) {
+    await_predecessor();
     __shared__ float scratch[WARPS][2][WIDTH], counts[WARPS];
     const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
     const int chunk = at % cut.chunks, sample = at / cut.chunks;
@@ -170,6 +171,7 @@ struct Member {
 extern "C" __global__ void __launch_bounds__(THREADS)
 group_norm_moments(const float* __restrict__ partials, float* __restrict__ moments, int samples, int pixels, int chunk,
                    int chunks, int channels, int group, float eps) {
+    await_predecessor();
     __shared__ double scratch[2][32];
     const int groups = channels / group, all = samples * groups;
     const Member me(all);
@@ -199,6 +201,7 @@ group_norm_moments(const float* __restrict__ partials, float* __restrict__ momen
 extern "C" __global__ void __launch_bounds__(THREADS)
 group_norm_group_sums(const float* __restrict__ partials, const float* __restrict__ gamma, float* __restrict__ sums,
                       int samples, int pixels, int chunks, int channels, int group) {
+    await_predecessor();
     __shared__ double scratch[2][32];
     const int groups = channels / group, all = samples * groups;
     const Member me(all);
@@ -243,6 +246,7 @@ DEVICE float value_or(const float* p, int channel, float otherwise) { return p ?
 extern "C" __global__ void __launch_bounds__(256, VEC < 8 || SINGLE ? 4 : 3)
 group_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                  const float* __restrict__ beta, T* __restrict__ y, int samples, int group, int groups, Walk walk) {
+    await_predecessor();
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float scale[VEC], shift[VEC], mean[VEC];
@@ -275,6 +279,7 @@ group_norm_backward_apply(const T* __restrict__ dy, const T* __restrict__ x, con
                           const float* __restrict__ gamma, const float* __restrict__ sums,
                           const T* __restrict__ add, T* __restrict__ dx, int samples, int group, int groups,
                           Walk walk) {
+    await_predecessor();
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float slope[VEC], bend[VEC], shift[VEC], mean[VEC];

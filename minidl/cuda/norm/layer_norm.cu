@@ -27,6 +27,7 @@ DEVICE void load_values(const float* __restrict__ values, int first, int channel
 extern "C" __global__ void __launch_bounds__(BLOCK, PER > 2 ? 3 : 4)
 layer_norm_kernel(const T* __restrict__ x, const float* __restrict__ gamma, const float* __restrict__ beta,
                   T* __restrict__ y, float* __restrict__ moments, i64 rows, int channels, i64 pitch, float eps) {
+    await_predecessor();
     const HeldRows at;
     const float inverse = 1.0f / float(channels);
     RowPart<> part[PER];
@@ -78,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(BLOCK, HELD > 1 ? 3 : 4)
 layer_norm_backward_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
                            const float* __restrict__ gamma, const T* __restrict__ add, T* __restrict__ dx, i64 rows,
                            int channels, i64 dy_pitch, i64 x_pitch, i64 add_pitch) {
+    await_predecessor();
     const HeldRows at;
     const float inverse = 1.0f / float(channels);
     RowPart<> gradient[PER], part[PER];

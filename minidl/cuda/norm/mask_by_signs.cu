@@ -9,6 +9,7 @@
 extern "C" __global__ void __launch_bounds__(256, 4)
 mask_by_signs_kernel(const T* __restrict__ dy, const u8* __restrict__ signs, const T* __restrict__ add, T* __restrict__ dx,
                      int channels, Walk walk) {
+    await_predecessor();
     const Share at(walk, UNROLL);
     Raw<T, VEC> raw[UNROLL], more[ADD ? UNROLL : 1];
     u32 positive[UNROLL];

@@ -179,6 +179,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 csb_matmul_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                   const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
                   const __grid_constant__ Problem p) {
+    await_predecessor();
     __shared__ Shared s;
     const int lane = threadIdx.x % 32;
     const int out_block = blockIdx.x % p.slices / SLICES, slice = blockIdx.x % p.slices % SLICES * ROWS;
@@ -270,6 +271,7 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(256)
 csb_expand_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                   T* __restrict__ dense, i64 row_step, i64 column_step, int across) {
+    await_predecessor();
     const Place place(indptr, row_step, column_step, across);
     for (int e = place.begin + threadIdx.x; e < place.end; e += 256) dense[place.of(indices[e])] = values[e];
 }
@@ -277,6 +279,7 @@ csb_expand_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
 extern "C" __global__ void __launch_bounds__(256)
 csb_pick_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dense,
                 T* __restrict__ values, i64 row_step, i64 column_step, int across) {
+    await_predecessor();
     const Place place(indptr, row_step, column_step, across);
     for (int e = place.begin + threadIdx.x; e < place.end; e += 256) values[e] = dense[place.of(indices[e])];
 }

@@ -227,6 +227,7 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS), barrier_init(empty + 8 * i, WARPS);
         barrier_init_done();
     }
+    await_predecessor();
     u32 block = blockIdx.x;
     const int column = block % p.tiles_n * COLUMNS;
     block /= p.tiles_n;

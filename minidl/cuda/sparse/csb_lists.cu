@@ -80,6 +80,7 @@ DEVICE void count_elements(int (&count)[OUT], const int* __restrict__ indptr, co
 extern "C" __global__ void __launch_bounds__(COUNTERS, 1)
 csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, int* __restrict__ order,
                  u32* __restrict__ used, const __grid_constant__ Problem p) {
+    await_predecessor();
     __shared__ Dealing s;
     const int thread = threadIdx.x, lane = thread % 32, first = blockIdx.x * OUT;
     if (blockIdx.x == 0 && thread == 0) *used = 0;
@@ -136,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const float* __restrict__ values,
                  const int* __restrict__ order, uint2* __restrict__ slots, uint2* __restrict__ units,
                  u32* __restrict__ used, const __grid_constant__ Problem p) {
+    await_predecessor();
     __shared__ Shared s;
     const int out_part = blockIdx.x / p.steps, step = blockIdx.x % p.steps, thread = threadIdx.x;
     const int tap = step / p.parts, summed_part = (step - tap * p.parts) * PART;

@@ -340,6 +340,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
     if (warp >= UNITS) {
         if constexpr (UNITS == 16) give_registers<56>();

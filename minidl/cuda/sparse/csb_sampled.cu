@@ -74,6 +74,7 @@ struct Feed {
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ dy,
                    const T* __restrict__ x, float* __restrict__ output, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(128) unsigned char tiles[];
     using Product = TileProduct<TILE_M, TILE_N, !FEATURES_LAST, !FEATURES_LAST>;
     constexpr int STAGE = Product::A::BYTES + Product::B::BYTES;

@@ -102,6 +102,7 @@ csb_sampled_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict_
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, MULTIPLIERS / 32);
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
     u32 index = blockIdx.x;
     const int column = index % p.tiles_n * TILE_N;

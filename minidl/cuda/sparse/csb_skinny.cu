@@ -196,6 +196,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                   const T* __restrict__ x, const float* __restrict__ bias, T* __restrict__ y,
                   float* __restrict__ partials, const __grid_constant__ Problem p) {
+    await_predecessor();
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int row = blockIdx.x * WARPS_M + warp / WARPS_K, first_sample = blockIdx.z * SAMPLES;
@@ -269,6 +270,7 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
 extern "C" __global__ void __launch_bounds__(256)
 csb_skinny_fold_kernel(const float* __restrict__ partials, const float* __restrict__ bias, T* __restrict__ y,
                        int slices, int samples, int features, int relu) {
+    await_predecessor();
     const i64 size = i64(samples) * features, i = i64(blockIdx.x) * 256 + threadIdx.x;
     if (i >= size) return;
     float sum = 0.0f;

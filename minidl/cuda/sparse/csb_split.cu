@@ -18,6 +18,7 @@ struct Problem {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 csb_split_kernel(const float* __restrict__ x, bf16* __restrict__ halves, const __grid_constant__ Problem p) {
+    await_predecessor();
     const i64 i = i64(blockIdx.x) * THREADS + threadIdx.x, row = i / p.vectors;
     if (row >= p.rows) return;
     const int column = static_cast<int>(i - row * p.vectors) * VEC;

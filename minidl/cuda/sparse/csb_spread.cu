@@ -26,6 +26,7 @@ struct Problem {
 extern "C" __global__ void __launch_bounds__(THREADS)
 csb_spread_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const float* __restrict__ values,
                   uint4* __restrict__ tiles, const __grid_constant__ Problem p) {
+    await_predecessor();
     // [tile of 32 summed features][image][output feature][128 bytes]
     __shared__ __align__(16) uint4 image[2][IMAGES][PART][8];
     uint4* const flat = &image[0][0][0][0];

@@ -198,6 +198,7 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, 8);
         barrier_init_done();
     }
+    await_predecessor();
     __syncthreads();
     Ring<STAGES> ring;
     if (threadIdx.x < FETCHERS) {
