@@ -14,7 +14,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,16 +93,39 @@ def step_of(model: Model, optimizer: SGD, batch: int, steps: int) -> Callable[[]
     return run
 
 
-def measured(calls: dict[str, Callable[[], None]], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Milliseconds of a step, by arm; a first round compiles."""
+def measured(calls: dict[str, Callable[[], None]], rounds: int, steps: int) -> Iterator[dict[str, list[float]]]:
+    """Milliseconds of a step, by arm, after each round from the second on; a round before the first compiles."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
             begin = time.perf_counter()
             call()
+            took = time.perf_counter() - begin
             if number:
-                times[name].append(1e3 * (time.perf_counter() - begin) / steps)
-    return times
+                times[name].append(1e3 * took / steps)
+            else:
+                print(f"bench_shrink: {name}: first steps took {took:.1f} s", file=sys.stderr, flush=True)
+        if number > 1:
+            yield times
+
+
+def rows_of(
+    setup: Setup, arms: dict[str, tuple[Model, float]], times: dict[str, list[float]], precision: str
+) -> list[dict[str, Any]]:
+    """The rows of the rounds so far."""
+    dense = arms["dense"][0]
+    itemsize = dense.precision.storage.itemsize
+    whole, rows = cost(dense.graph, setup.batch, itemsize), []
+    for name, (model, sparsity) in arms.items():
+        low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
+        own = cost(model.graph, setup.batch, itemsize)
+        rows.append({
+            "case": setup.title, "pass": "step", "dtype": precision, "arm": name, "ms": middle,
+            "spread": (high - low) / middle, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
+            "peers": {peer: statistics.median(times[peer]) for peer in ("dense", "masked")},
+            "flop_ratio": own.flop / whole.flop, "bytes_ratio": own.bytes / whole.bytes,
+        })  # fmt: skip
+    return rows
 
 
 def main() -> None:
@@ -111,7 +134,7 @@ def main() -> None:
     device = device_of(a.device, SOLO)
     setup = Setup(a.model, a.batch, a.precision, device, image_size=a.image_size)
     dense = Model(setup.graph(), device=device, precision=a.precision)
-    state, itemsize = dense.state_dict(), dense.precision.storage.itemsize
+    state = dense.state_dict()
     arms: dict[str, tuple[Model, float]] = {"dense": (dense, 0.0)}
     for granularity in a.granularity:
         for sparsity in a.sparsity:
@@ -121,23 +144,13 @@ def main() -> None:
     calls = {name: step_of(model, SGD(model, **options), a.batch, a.steps) for name, (model, _) in arms.items()}
     twin = Model(setup.graph(), device=device, precision=a.precision)
     pruning = PrunedSGD(twin, **options, pruning=Pruning(None, granularity="filter"))
-    times = measured(calls | {"masked": step_of(twin, pruning, a.batch, a.steps)}, a.rounds, a.steps)
-    whole = cost(dense.graph, a.batch, itemsize)
-    rows = []
-    for name, (model, sparsity) in arms.items():
-        low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
-        own = cost(model.graph, a.batch, itemsize)
-        rows.append({
-            "case": setup.title, "pass": "step", "dtype": a.precision, "arm": name, "ms": middle,
-            "spread": (high - low) / middle, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
-            "peers": {peer: statistics.median(times[peer]) for peer in ("dense", "masked")},
-            "flop_ratio": own.flop / whole.flop, "bytes_ratio": own.bytes / whole.bytes,
-        })  # fmt: skip
-    if a.json:
-        write(
-            a.json,
-            result("bench_shrink", rows, statistic=f"median of {a.rounds} interleaved rounds of {a.steps} steps"),
-        )
+    calls["masked"] = step_of(twin, pruning, a.batch, a.steps)
+    for times in measured(calls, a.rounds, a.steps):
+        rows = rows_of(setup, arms, times, a.precision)
+        if a.json:  # after each round: a run that is cut leaves those before
+            done = len(times["dense"])
+            statistic = f"median of {done} interleaved rounds of {a.steps} steps"
+            write(a.json, result("bench_shrink", rows, statistic=statistic))
     tell(rows)
 
 

@@ -29,8 +29,12 @@ import numpy as np
 from pages.fusion import share_of_bytes
 
 from minidl import cuda as ops
+from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_hopper
 from minidl.cuda.device import current_device
+from minidl.cuda.launch import dry_run
+from minidl.cuda.norm.signs import signs_shape
+from minidl.precision import bfloat16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
@@ -47,7 +51,7 @@ class Arrays(bench_conv.Arrays):
         import torch
 
         super().__init__(layer, bench_conv.PRECISIONS["bf16"], sets, "cuda")
-        self.joined = layer.kernel == 1 and layer.channels > layer.filters  # a block's input
+        self.joined = _joined(layer)
         self.inputs = [torch.randn_like(x) for x in self.x]  # of the batch norm below
         self.outputs = [x.relu() for x in self.x]
         self.vector = torch.rand(layer.channels, device="cuda") + 0.5
@@ -179,10 +183,50 @@ PASSES = {
 LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15}  # of what they should cost
 
 
+def _joined(layer: bench_conv.Layer) -> bool:
+    """Whether it reads a block's input."""
+    return layer.kernel == 1 and layer.channels > layer.filters
+
+
+def _compile_ahead(layers: list[bench_conv.Layer]) -> None:
+    """Compile what the passes will start, on all cores."""
+    with dry_run(current_device()) as log:
+        for layer in layers:
+            _start(layer)
+    nvrtc.compile_all(log.variants, nvrtc.target(current_device().arch))
+
+
+def _start(layer: bench_conv.Layer) -> None:
+    """All arms of all passes, of arrays without values."""
+    n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
+    x, dy, w = (ops.empty(shape, bfloat16) for shape in ((n, h, h, c), (n, p, p, k), (k, r, r, c)))
+    options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
+    moments, vector, out = (ops.empty(shape, float32) for shape in ((2, c), (c,), w.shape))
+    norm = moments, vector, vector
+    ops.conv2d_stats(x, w, **options)
+    ops.batch_norm_stats(dy)
+    z = ops.batch_norm_apply(x, *norm, relu=True)
+    for given, packed in ((None, False), (norm, False), (norm, True)):
+        ops.conv2d(x, w, **options, norm=given, packed=packed)
+    for given in (None, norm):
+        ops.conv2d_backward_weight(dy, x, **options, out=out, norm=given)
+    ops.batch_norm_join(x, *norm, z)
+    add, signs = (z, ops.empty(signs_shape(x.shape), np.uint8)) if _joined(layer) else (None, None)
+    ops.conv2d_backward_data(dy, w, x.shape, add=add, **options)
+    below = {} if signs is None else {"y": z, "signs": signs}
+    _, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, vector, **below, add=add, **options)
+    ops.batch_norm_backward_sums(parts, moments)
+    if signs is None:
+        ops.batch_norm_activate_backward_stats(x, x, moments, vector, None)
+    else:
+        ops.batch_norm_join_backward_stats(x, signs, x, moments)
+
+
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
     layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
     layers.sort(key=lambda layer: layer.bytes(2))  # the quick ones first: --minutes cuts off few
+    _compile_ahead(layers)
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
     rows, started = [], time.perf_counter()
     for layer in layers:

@@ -27,7 +27,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.shapes import Pair
 from minidl.store import TensorStore
-from minidl.value import GatedGradient, MaskedGradient, Value
+from minidl.value import MaskedGradient, Value
 
 __all__ = ["Layer"]
 
@@ -55,7 +55,7 @@ class Layer:
     accepts_add = False  # backward_data(dy, add=g) returns dx + g at no extra pass
     accepts_unfinished = False  # compute() takes `Value`s whose array may be missing
     accepts_masked = False  # backward takes a `MaskedGradient`
-    accepts_gated = False  # ... and a `GatedGradient` to add
+    accepts_owed: tuple[type, ...] = ()  # ... and gradients of these kinds to add
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
@@ -348,7 +348,8 @@ class Layer:
 
     def _enter_add(self, add: Any) -> Any:
         """The gradient to add, in the shape and dtype of the one input."""
-        array, ops = (add, self.ops) if isinstance(add, GatedGradient) else interop.take_in(add, self.name, "add")
+        owed = isinstance(add, self.accepts_owed)
+        array, ops = (add, self.ops) if owed else interop.take_in(add, self.name, "add")
         if ops is not self.ops:
             raise checks.bad_dtype(self.name, "add", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:

@@ -21,7 +21,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers.join import share_buffers
+from minidl.layers.join import leave_strided, share_buffers
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
@@ -110,6 +110,7 @@ class Model(checks.Told):
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         self._places = share_buffers(graph)
+        leave_strided(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
         layers = self.neighbours() if comm.size > 1 else ()

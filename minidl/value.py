@@ -279,10 +279,29 @@ class GatedGradient(MaskedGradient):
         return self.array
 
 
+class SpacedGradient(MaskedGradient):
+    """The gradient of an image that is zero but at every second pixel of every second line: these alone, in ``dy``.
+
+    Nobody gets it but the convolution that reads the same image and adds it (`layers.join.leave_strided`).
+    """
+
+    __slots__ = ("_shape",)
+
+    def __init__(self, dy: Any, shape: tuple[int, ...]):
+        super().__init__(dy)
+        self._shape = shape
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    def finish(self, ops: ModuleType) -> Any:
+        raise AssertionError("the convolution that it was left to adds it")
+
+
 def addend(ops: ModuleType, layer: Any, gradient: Any) -> Any:
     """A gradient as a layer's ``backward`` takes it to add."""
-    gated = layer.accepts_gated and isinstance(gradient, GatedGradient)
-    return gradient if gated else finished(ops, gradient)
+    return gradient if isinstance(gradient, layer.accepts_owed) else finished(ops, gradient)
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

@@ -7,7 +7,7 @@
 
 memcheck finds accesses outside of arrays, racecheck accesses to shared memory that no barrier orders. Both slow kernels
 down many times, so of each law ``--cases`` are taken, evenly from all of them, and no law that is there for large
-arrays. What a process says is in build/sanitize/TOOL-I.txt.
+arrays. What a process says is in build/sanitize/TOOL-I.txt. Kernels that no case started are named.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ import sys
 import time
 import zlib
 from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,9 @@ KNOWN = {
     r" at list\(.* in csb_dots\.cu:": "lists compare the upper halves of words whose lowest bit is being set",
 }
 MARK = "========= "  # how the tool begins its lines
+KERNEL = re.compile(r"__global__(?:\s|void|CLUSTERED|__\w+__\((?:[^()]|\([^()]*\))*\))+(\w+)\(")
+STARTED = "kernels started: "  # how a process ends
+ALONE = {"all_reduce", "ceiling", "spin"}  # files whose kernels need several GPUs, or write nothing that could be wrong
 SMALL = "not large and not to_the_31 and not at_size and not every_16_bit"
 
 
@@ -69,10 +74,31 @@ class Few:
 
 def work(a: argparse.Namespace) -> int:
     """Of one process, under the tool."""
+    sys.path.insert(0, str(ROOT))
+    from minidl.cuda.device import active_dry_run
+    from minidl.cuda.launch import observed
+
     index, jobs = map(int, a.share.split("/"))
     words = f"({SMALL}) and ({a.words})" if a.words else SMALL
     options = ["-m", "gpu and not alone and not multi_gpu", "-k", words, "-v", "-p", "no:cacheprovider", "--tb=short"]
-    return pytest.main([*options, *a.laws], plugins=[Few(a.cases, index, jobs)])
+    started = set()
+
+    @contextmanager
+    def note(stem: str, name: str, defines: Mapping[str, int | str]) -> Iterator[None]:
+        if active_dry_run() is None:
+            started.add(name)
+        yield
+
+    with observed(note):
+        code = pytest.main([*options, *a.laws], plugins=[Few(a.cases, index, jobs)])
+    print(STARTED, *sorted(started))
+    return code
+
+
+def kernels() -> set[str]:
+    """Names of all kernels that laws on one GPU could start."""
+    files = [path for path in (ROOT / "minidl" / "cuda").rglob("*.cu*") if path.stem not in ALONE]
+    return {name for path in files for name in KERNEL.findall(path.read_text())}
 
 
 def run(tool: str, a: argparse.Namespace) -> bool:
@@ -95,6 +121,10 @@ def run(tool: str, a: argparse.Namespace) -> bool:
     passed = sum(text.count(" PASSED ") for text in texts.values())
     none = "" if passed else " (no law ran: is there a GPU?)"
     print(f"{tool}: {passed} cases of laws passed{none}, {time.perf_counter() - started:.0f} s", flush=True)
+    seen = {name for text in texts.values() for line in text.splitlines() if line.startswith(STARTED)
+            for name in line.removeprefix(STARTED).split()}  # fmt: skip
+    left = sorted(kernels() - seen)
+    print(f"{tool}: not started, {len(left)} of {len(kernels())} kernels:", *left, flush=True)
     clean = passed > 0
     for log, text in texts.items():
         told = races(text) if tool == "racecheck" else [line for line in text.splitlines() if line.startswith(MARK)]

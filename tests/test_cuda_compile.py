@@ -82,9 +82,12 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     ops.conv2d_backward_data(dy, w, x.shape, bias=input_bias, add=x, **where)
     ops.conv2d(x, w, bias, relu=True, **where)
     ops.conv2d_backward_data(dy, w, x.shape, add=x, mask=x, **where)
+    spaced = ops.conv2d_adds_spaced(x.shape, w, **where)
+    half = ops.empty((x.shape[0], -(-x.shape[1] // 2), -(-x.shape[2] // 2), x.shape[3]), x.dtype) if spaced else x
+    ops.conv2d_backward_data(dy, w, x.shape, add=half, **where)
     moments = ops.empty((2, x.shape[-1]), np.float32)
     signs = ops.empty((*x.shape[:3], signs_pitch(x.shape[3])), np.uint8)
-    for below, add in (({}, None), ({"y": x}, x), ({"y": x, "signs": signs}, x)):
+    for below, add in (({}, None), ({"y": x}, x), ({"y": x, "signs": signs}, half)):
         masked, parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, **below, add=add, **where)
         assert masked.shape == x.shape
         if parts is not None:
@@ -338,7 +341,7 @@ def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
         assert nvrtc.build(stem, "sm_89", dict(defines)).kernels == compiled[stem, defines].kernels
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.IN_PLACE, *HALO_TILES), ids=str)
+@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""
@@ -352,9 +355,13 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
             if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
                 for parts in (1, 2, 4, 8):
                     launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
-        if code and backward and kernel == 1 and tile.columns == conv2d_hopper.SIGNED_COLUMNS:
-            signed = {"masked": conv2d_hopper.SIGNED}
-            launches += conv2d_hopper.plan(conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed)
+            if code and backward:
+                signed = {"masked": conv2d_hopper.SIGNED}
+                for spaced in {False, conv2d_hopper.adds_spaced(conv, code)}:
+                    signed["spaced"] = spaced
+                    launches += conv2d_hopper.plan(
+                        conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed
+                    )
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)

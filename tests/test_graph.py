@@ -9,6 +9,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.value import GatedGradient
 
 
 def small():
@@ -163,7 +164,7 @@ def test_both_gradients_of_gated_images_are_one_pass(ops, rng, further, monkeypa
     monkeypatch.setattr(ops, "gate_backward", lambda *args: passes.append(1) or joined(*args))
     for gated in (True, False):
         model = m.Model(squeezed(further), device=ops.name)
-        model.graph["avgpool"].layer.accepts_gated = gated
+        model.graph["avgpool"].layer.accepts_owed = (GatedGradient,) if gated else ()
         model.forward(ops.from_host(image))
         model.backward(ops.from_host(dy))
         views = [model.arena.layer(name).grad("weight").view for name in ("below", "fc1", "fc2", "above")]

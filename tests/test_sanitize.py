@@ -57,10 +57,19 @@ def test_races_are_told_but_where_racecheck_sees_no_barrier(few):
     assert not races("========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)")
 
 
+def test_kernels_that_no_case_starts_are_told(few):
+    sanitize = sys.modules["sanitize"]
+    for path in (ROOT / "minidl" / "cuda").rglob("*.cu*"):
+        text = path.read_text()
+        assert len(sanitize.KERNEL.findall(text)) == text.count("__global__"), path
+    assert "adaptive_pool2d" not in sanitize.kernels() and "conv2d_hopper_kernel" in sanitize.kernels()
+
+
 @pytest.mark.parametrize(
     ("does", "wrong", "told"),
     [
         ("echo 'a PASSED '", False, "memcheck: 2 cases of laws passed"),
+        ("echo 'a PASSED '; echo 'kernels started: sgd_update'", False, "sgd_begin soft_cross"),
         ("exit 0", True, "is there a GPU?"),
         ("echo 'a PASSED '; echo '========= Invalid read'; exit 9", True, "Invalid read"),
         ("echo 'a PASSED '; sleep 60", True, "not done after 1 s"),

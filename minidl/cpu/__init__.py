@@ -52,6 +52,7 @@ from minidl.cpu.batch_norm import (
 from minidl.cpu.conv2d import (
     channel_sum,
     conv2d,
+    conv2d_adds_spaced,
     conv2d_backward_data,
     conv2d_backward_data_masked,
     conv2d_backward_weight,
@@ -120,6 +121,7 @@ __all__ = [
     "uploader",
     "normalise",
     "conv2d",
+    "conv2d_adds_spaced",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
     "conv2d_backward_weight",

@@ -123,6 +123,13 @@ def conv2d_stats(
     return y, batch_norm_stats(y)
 
 
+def conv2d_adds_spaced(
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+) -> bool:
+    """Whether the data gradient can add every second pixel of every second line: a GPU's may."""
+    return False
+
+
 @_QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,

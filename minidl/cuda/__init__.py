@@ -36,6 +36,7 @@ from minidl.cuda.array import (
 from minidl.cuda.convolution.conv2d import (
     channel_sum,
     conv2d,
+    conv2d_adds_spaced,
     conv2d_backward_data,
     conv2d_backward_data_masked,
     conv2d_backward_weight,
@@ -121,6 +122,7 @@ __all__ = [
     "uploader",
     "normalise",
     "conv2d",
+    "conv2d_adds_spaced",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
     "conv2d_backward_weight",

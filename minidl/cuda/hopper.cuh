@@ -175,6 +175,16 @@ DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;
 template <int COUNT>
 DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 
+// Starts a copy of 16 bytes by this thread, of zeros where there are none.
+DEVICE void copy_chunk(u32 to, const void* from, bool there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(there ? 16 : 0) : "memory");
+}
+
+// Arrives once the copies that this thread has started are done.
+DEVICE void arrive_with_copies(u32 barrier) {
+    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
 // Orders this thread's own writes to shared memory before what the engine does after the next barrier.
 DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -385,6 +395,16 @@ DEVICE uint4 load_shared(u32 address) {
                  : "r"(address)
                  : "memory");
     return value;
+}
+
+DEVICE uint2 load_shared_pair(u32 address) {
+    uint2 value;
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
+    return value;
+}
+
+DEVICE void store_shared(u32 address, uint2 value) {
+    asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(address), "r"(value.x), "r"(value.y) : "memory");
 }
 
 // A predicated store is no branch: what makes the value may be mixed with other work.

@@ -11,7 +11,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
-from minidl.value import MaskedGradient, Normalized, Origin, Value, materialize, owed
+from minidl.value import MaskedGradient, Normalized, Origin, SpacedGradient, Value, materialize, owed
 
 __all__ = ["Conv2d", "ConvTranspose2d"]
 
@@ -118,6 +118,8 @@ class Conv2d(_Convolution):
     # ReLU above.
     statistics = False
     rectifies = False
+    accepts_owed = (SpacedGradient,)
+    left_to: Conv2d | None = None  # reads the same image, and adds this one's gradient (`layers.join.leave_strided`)
     packed = False  # set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`)
     modes = ("training", "statistics", "masks", "rectifies", "packed")
 
@@ -196,13 +198,26 @@ class Conv2d(_Convolution):
         if (bias := self.grad("bias")) is not None:
             self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
 
+    @property
+    def every_second(self) -> bool:
+        """Whether it sees every second pixel of every second line, and no other."""
+        return self.kernel_size == (1, 1) and self.stride == (2, 2) and self.padding == (0, 0) and self.groups == 1
+
+    def adds_spaced(self, shape: tuple[int, ...]) -> bool:
+        """Whether its input's gradient, of this shape, takes a `SpacedGradient` on the way."""
+        return self.ops.conv2d_adds_spaced(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+
     def backward_data(self, dy: Any, add: Any = None) -> Any:
+        add = add.dy if isinstance(add, SpacedGradient) else add
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
         if hasattr(kept, "relu"):
             dx = self.ops.conv2d_backward_data(dy, weight, kept.x.shape, mask=kept.x, **options)
             return MaskedGradient.masked(dx, kept.relu)
         if not self.masks or not hasattr(kept, "below"):
             shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
+            if add is None and self.left_to is not None and self.left_to.adds_spaced(shape):
+                seen, options["stride"] = (*dy.shape[:3], shape[3]), (1, 1)
+                return SpacedGradient(self.ops.conv2d_backward_data(dy, weight, seen, **options), shape)
             return self.ops.conv2d_backward_data(dy, weight, shape, **options)
         return self._masked(dy, kept, add=add)
 

@@ -13,7 +13,7 @@ from minidl.layers.conv2d import Conv2d, ConvTranspose2d
 from minidl.profile import Cost, PassCost
 from minidl.value import GatedGradient, Normalized, Origin, Value, activated, materialize
 
-__all__ = ["Add", "Concat", "Mul", "Place", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "leave_strided", "share_buffers"]
 
 
 class Add(Layer):
@@ -173,6 +173,23 @@ class Concat(Layer):
             parts.append(dy[..., begin : begin + channels])
             begin += channels
         return tuple(parts)
+
+
+def leave_strided(graph: Graph) -> None:
+    """Let each 1x1 convolution with a stride of two leave its gradient to one without that comes before it.
+
+    So does the projection of a residual block, which sees every fourth pixel: the others' zeros are neither written
+    nor read, where a kernel adds what there is. Of all readers of the image only these two may be there.
+    """
+    readers = graph.consumers()
+    for node in graph.nodes:
+        if type(node.layer) is not Conv2d:
+            continue
+        image = graph.nodes[node.inputs[0]]
+        first, *others = (graph.nodes[i] for i in readers[image.index])
+        meet = others == [node] and image.layer is not None and image is not graph.output_node
+        whole = type(first.layer) is Conv2d and first.layer.stride == (1, 1)
+        node.layer.left_to = first.layer if meet and whole and node.layer.every_second else None
 
 
 class Place(NamedTuple):

@@ -172,7 +172,7 @@ class AdaptiveAvgPool2d(Layer):
     """
 
     accepts_add = True
-    accepts_gated = True
+    accepts_owed = (GatedGradient,)
     accepts_unfinished = True
 
     def __init__(self, output_size: int | Pair, *, name: str | None = None):

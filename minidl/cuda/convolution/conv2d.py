@@ -49,6 +49,7 @@ from minidl.shapes import Pair
 __all__ = [
     "channel_sum",
     "conv2d",
+    "conv2d_adds_spaced",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
     "conv2d_backward_weight",
@@ -147,7 +148,7 @@ def _forward(
     if y.size == 0:
         return y, None
     question = Question("forward", conv, code, tf32)
-    if norm is not None and not _normalizes(question, statistics):
+    if norm is not None and not _normalizes(question, statistics, packed):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if (name := textbook()) is not None:
         conv2d_textbook.forward(name, conv, x, w, bias, y)
@@ -186,13 +187,13 @@ def _rectified(y: Any, relu: bool) -> Any:
     return activation.relu(y) if relu else y
 
 
-def _normalizes(question: Question, statistics: bool) -> bool:
+def _normalizes(question: Question, statistics: bool, packed: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
     if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
         return False
     choice = _choose("conv2d", question)
-    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice)
+    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
 
 
 def conv2d_backward_data(
@@ -214,7 +215,8 @@ def conv2d_backward_data(
 
     Args:
         bias: (C,) float32 or None: makes this the forward pass of a transposed convolution.
-        add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding.
+        add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding. Where
+            `conv2d_adds_spaced`, also of every second pixel of every second line alone.
         mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
             where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
         stride, padding, dilation, groups, tf32, out: as in `conv2d`.
@@ -230,7 +232,7 @@ def conv2d_backward_data(
         return out
     assert out is None or mask is None, "a mask may need another pass, which writes a new array"
     dx = empty(x_shape, dy.dtype) if out is None else out
-    code = check_operands(who, dy, w, bias, add, dx, tf32)
+    code = check_operands(who, dy, w, bias, _full(question, add), dx, tf32)
     check_alike(who, dx, mask=mask)
     if not dx.size:
         return dx
@@ -241,6 +243,27 @@ def conv2d_backward_data(
         return dx
     _gather(question, choice, dy, w, bias, add, dx)
     return dx if mask is None else activation.relu_backward(dx, mask)
+
+
+def conv2d_adds_spaced(
+    x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    tf32: int = False,
+) -> bool:  # fmt: skip
+    """Whether the data gradient can add an array (N, ⌈H/2⌉, ⌈W/2⌉, C) to every second pixel of every second line."""
+    conv = convolution("conv2d_adds_spaced", x_shape, w.shape, stride, padding, dilation, groups)
+    return _adds_spaced(Question("backward_data", conv, dtype_code(w, "conv2d_adds_spaced"), tf32))
+
+
+def _adds_spaced(question: Question) -> bool:
+    conv, choice = question.conv, _choose("conv2d_adds_spaced", question)
+    usual = question.which == "backward_data" and choice.family == "hopper" and conv.images and not conv.depthwise
+    return bool(usual) and conv2d_hopper.adds_spaced(conv, question.code, choice)
+
+
+def _full(question: Question, add: Any) -> Any:
+    """``add`` where it has to be as large as the result; None where it is of every second pixel, and may be."""
+    spaced = conv2d_hopper.is_spaced(question.conv, add) and DTYPE.get(add.dtype) == question.code
+    return None if spaced and _adds_spaced(question) else add
 
 
 def _masks(question: Question, choice: Choice) -> bool:
@@ -287,11 +310,11 @@ def conv2d_backward_data_masked(
     conv = convolution(who, dy.shape if transposed else x.shape, w.shape, **geometry)
     if (x if transposed else dy).shape != conv.y_shape:
         raise checks.bad_shape(who, "x" if transposed else "dy", str(conv.y_shape), (x if transposed else dy).shape)
-    code = check_operands(who, dy, w, None, add, x, tf32)
+    question = Question("forward" if transposed else "backward_data", conv, dtype_code(dy, who), tf32)
+    code = check_operands(who, dy, w, None, _full(question, add), x, tf32)
     check_alike(who, x, y=y)
     if signs is not None:
         check_signs(signs, x)
-    question = Question("forward" if transposed else "backward_data", conv, code, tf32)
     choice = _choose(who, question)
     if x.size and _masks(question, choice):
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)

@@ -17,7 +17,7 @@
 //   source       (C, W, H, N), tiled: DEPTH channels x patch
 //   filter       (C, taps, K), tiled: DEPTH channels x 1 x 64 filters; of a data gradient of float32 those that
 //                conv2d_turn.cu has turned to (K, taps, C)
-//   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window
+//   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window; of signs (S, W, H, N) bytes: 16 x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which conv2d_statistics.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
 // pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
@@ -54,7 +54,7 @@ static_assert(WINDOW % 2 == 0 && PATCHES == 2 * WINDOWS, "pairs of lines; one pa
 struct Maps {
     TensorMap filter, source, output, add;
 #if MASKED
-    TensorMap below[READ];  // x, and y if it is read; or y alone
+    TensorMap below[READ + SIGNED];  // x, and y if it is read, or its signs; or y alone
 #endif
 };
 
@@ -162,6 +162,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
             for (int column = 0; column < FILTERS; column += DEPTH)
                 filling.patch(maps.add, tile, tile.column + column, 0, 0, PIXELS * 128);
 #if MASKED
+        if constexpr (SIGNED)
+            filling.patch(maps.below[READ], tile, first_signs(tile.column), 0, 0, PIXELS * SIGN_CHUNK);
 #pragma unroll
         for (int array = READ - 1; array >= 0; --array)
             filling.patch(maps.below[array], tile, tile.column, 0, 0, PIXELS * 128);
@@ -349,7 +351,11 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
 #if MASKED
     Masking masking(below, tile.column, p.columns);
     u32 outputs_at = 0, outputs_left = 0;
-    if (MASKED == 2) input.take(), outputs_at = input.place + across, outputs_left = input.left;
+    if (MASKED == 2 || SIGNED) {
+        input.take();
+        outputs_at = input.place + (SIGNED ? signs_within(tile.column) + Masking::signs_across<SIGN_CHUNK>() : across);
+        outputs_left = input.left;
+    }
     input.take();
 #else
     warpgroup_sync(1 + warpgroup);  // all four warps are done with the pixels
@@ -365,13 +371,14 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
         u32 inputs[4], outputs[4];
         load_matrices<true>(inputs, place + at);
         if (MASKED == 2) load_matrices<true>(outputs, outputs_at + at);
+        if (SIGNED) Masking::load_signs<SIGN_CHUNK>(outputs, outputs_at + line * (WIDTH * SIGN_CHUNK));
         masking.mask(words, inputs, outputs);
 #endif
         if constexpr (STATISTICS) tally.add(words);
         store_matrices<true>(place + at, words);
     }
 #if MASKED
-    if (MASKED == 2 && input.speaks()) barrier_arrive(outputs_left);
+    if ((MASKED == 2 || SIGNED) && input.speaks()) barrier_arrive(outputs_left);
     const float found = masking.result();
 #else
     const float found = STATISTICS ? tally.result() : 0.0f;

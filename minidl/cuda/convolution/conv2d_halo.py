@@ -22,7 +22,8 @@ from minidl.cuda.convolution.conv2d_walk import (
     walks_of,
 )
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.hopper import TF32, View, Views
+from minidl.cuda.hopper import BYTES, TF32, View, Views
+from minidl.cuda.norm.signs import CHUNK, signs_pitch
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
@@ -115,8 +116,9 @@ def plan_halo(
     normalized: int = 0,
     relu: bool = False,
     written: int = 0,
+    signed: bool = False,
 ) -> Planned:
-    """The launch; arguments as of conv2d_hopper.py's ``plan``."""
+    """The launch; arguments as of conv2d_hopper.py's ``plan``. ``signed``: the last array read below is of signs."""
     ((h, w),) = walks_of(conv, backward)
     columns, stages = columns_of(conv, backward), _stages(tile, (h, w), device)
     (lines, line), (windows, down, across) = _patch(tile, (h, w)), windows_of(conv, backward, tile)
@@ -152,21 +154,26 @@ def plan_halo(
     )
 
     itemsize = itemsize_of(code)
+    patch = STAGE_ROW // itemsize, line, lines
 
-    def image(kind: int, channels: int, height: int, width: int, pitch: int, box: Pair) -> View:
-        pixel = pitch * itemsize
+    def image(kind: int, channels: int, height: int, width: int, pitch: int, box: tuple[int, ...]) -> View:
+        pixel = pitch * (1 if kind == BYTES else itemsize)
         apart = pixel, width * pixel, height * width * pixel
-        return View(kind, (channels, width, height, conv.images), apart, (STAGE_ROW // itemsize, *box, 1))
+        return View(kind, (channels, width, height, conv.images), apart, (*box, 1))
 
     def output(pitch: int) -> View:
-        return image(code, columns, h.count, w.count, pitch, (WIDTH, tile.window))
+        return image(code, columns, h.count, w.count, pitch, (STAGE_ROW // itemsize, WIDTH, tile.window))
 
+    below = [output(pitch) for pitch in pitches[2:]]
+    if signed:
+        row = signs_pitch(columns)
+        below[-1] = image(BYTES, row, h.count, w.count, row, (CHUNK, WIDTH, tile.window))
     views = Views(
         (filter_view(conv, code, backward, tile.columns), 0),
-        (image(code or TF32, depth_of(conv, backward), h.source, w.source, pitches[0], (line, lines)), 1),
+        (image(code or TF32, depth_of(conv, backward), h.source, w.source, pitches[0], patch), 1),
         (output(written or columns), 2),
         (output(pitches[1] if added else columns), 3),
-        *((output(pitch), 4 + i) for i, pitch in enumerate(pitches[2:])),
+        *((view, 4 + i) for i, view in enumerate(below)),
     )
     assert views.legal, (conv, pitches)
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}

@@ -26,12 +26,15 @@
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
 // `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
 // (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs
-// are read (signs.cuh), once for a tile: (S, pixels) bytes, tiled. With FLAT and 128 columns only: rows of 64 are 8 bytes, less
-// than the engine moves, and kernels whose boxes began between multiples of 16 ended with an error.
+// are read (signs.cuh), once for a tile, bytes that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the
+// engine wants it.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
-// in between. FLAT: three warps that are otherwise idle normalise stages where they lie; else rows reach the units through
-// registers, in which the parameters of a chunk stay over all taps.
+// in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
+// otherwise idle warp brings that from memory, beside the stage where the chunk begins.
+//
+// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
+// copy it, as no box of the engine has such rows.
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -39,7 +42,7 @@
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
+// SPACED, RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
 // depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
 // multiprocessor.
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
@@ -66,8 +69,8 @@ constexpr int WARPGROUPS = 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr bool IN_PLACE = NORMALIZED && FLAT;  // stages are normalised where they lie
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
+static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
 constexpr int BLOCKS = ROWS / 64;          // products along them
@@ -75,6 +78,7 @@ constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
 constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int CLASSES = SPREAD ? 4 : 1;
+constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512;
 
 struct Maps {
     TensorMap filter;
@@ -103,7 +107,7 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;        // whether there is an array to be added
+    int added;        // elements per pixel of the array to be added; 0: there is none
     int stage_bytes;  // that are fetched for a stage
     int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
@@ -157,6 +161,12 @@ struct Pixel {
         image = line / c.height;
         y = line - image * c.height;
     }
+
+    __device__ __forceinline__ void advance(const Class& c, int pixels) {
+        x += pixels;
+        while (x >= c.width) x -= c.width, ++y;
+        while (y >= c.height) y -= c.height, ++image;
+    }
 };
 
 // Shared memory: stages, slabs of output per warpgroup, barriers.
@@ -173,8 +183,8 @@ struct Layout {
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
     }
-    // When a stage is what a product wants.
-    __device__ __forceinline__ u32 ready(int i) const { return IN_PLACE ? added(WARPGROUPS, 0) + 8 * i : filled(i); }
+    // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
+    __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
 
 // Where a warpgroup's slabs lie.
@@ -185,6 +195,7 @@ struct Place {
     const Maps& maps;
     const Problem& p;
     int warpgroup;
+    const T* spaced = nullptr;  // with SPACED what is to be added
 
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
@@ -194,16 +205,35 @@ struct Place {
     __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        load(maps.add[tile.index], to, barrier, tile, s);
+        load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
     }
 
-    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s) const {
+    // The rows of slab s from `column` of a map on.
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s,
+                                         int column) const {
         if constexpr (SPREAD) {
             const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, map, barrier, column(tile, s), from.x, from.y, from.image, 0, 0);
+            load_pixels(to, map, barrier, column, from.x, from.y, from.image, 0, 0);
         } else {
-            load_box(to, map, barrier, column(tile, s), row(tile, s));
+            load_box(to, map, barrier, column, row(tile, s));
         }
+    }
+
+    // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
+    __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const Class& c = p.classes[0];
+        const int thread = thread_again(), first = thread / 8, chunk = thread % 8, channel = column(tile, s) + chunk * 8;
+        const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
+        Pixel pixel(c, begin);
+#pragma unroll
+        for (int i = 0; i < SLAB_ROWS; i += 16) {
+            const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
+            const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
+            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16, spaced + (there ? from * p.added + channel : 0),
+                       there);
+            pixel.advance(c, 16);
+        }
+        arrive_with_copies(barrier);
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
@@ -258,14 +288,12 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first
                     ring.advance();
                 }
 #if MASKED
-        fill_below(at, maps, p, ring, tile);
+        if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
 #endif
     }
 }
 
 using Sum = float[BLOCKS][TILE_N / 2];
-
-constexpr int WARPS = 3;  // that normalise in place, if any
 
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
@@ -277,7 +305,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.ready(ring.index), ring.parity);
+        barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
@@ -311,44 +339,6 @@ DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) 
     }
 }
 
-#if MASKED
-// Steps of 16 rows that are worked on side by side, as registers allow.
-constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
-
-// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x, `signs` at theirs.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
-                      int warpgroup) {
-    Ring<STAGES> other = ring;
-    if (MASKED == 2) other.advance();
-    if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
-    if (s % SLABS_AT_ONCE == 0) {
-        barrier_wait(at.filled(ring.index), ring.parity);
-        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
-    }
-    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
-    const u32 x = at.stage(ring.index) + from;
-    u32 y = at.stage(other.index) + from;
-    constexpr int STEP = SIGNED ? SIGN_ROW : 128;
-    if constexpr (SIGNED) {
-        const u32 thread = thread_again();
-        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + thread % 4 * 2 * SIGN_ROW +
-            s / BLOCKS * (SLAB_COLUMNS / 8) + thread / 32 * 2;
-    }
-    slab += columns_across();
-#pragma unroll AT_ONCE
-    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
-        masking.take<SIGN_ROW>(slab + k, x + k, y + k / (128 / STEP));
-    if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
-        if (thread_again() % 32 == 0) {
-            barrier_arrive(at.emptied(ring.index));
-            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
-        }
-        ring.advance(READ);
-    }
-    if (SIGNED && s == Place::COUNT - 1 && thread_again() % 32 == 0) barrier_arrive(at.emptied(signs.index));
-}
-#endif
-
 // The sums of a class without taps. (Accumulators that are set to zero make ptxas wait for each product.)
 struct Zeros {
     struct Row {
@@ -357,13 +347,25 @@ struct Zeros {
     __device__ __forceinline__ Row operator[](int) const { return {}; }
 };
 
+using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a lane has to write
+
+// What there is for a batch norm of a warpgroup's rows of a tile.
+DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
+    if constexpr (STATISTICS || SUMS) {
+        float* const to = partial + i64(tile.number * WARPGROUPS + place.warpgroup) * 2 * place.p.columns;
+#pragma unroll
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
+    }
+}
+
 template <class Sums>
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
     constexpr int TAKEN = 2;  // times 16 rows at once
-    float found[Place::COUNT / BLOCKS];
+    Found found;
     Tally tally;
 #if MASKED
     Masking masking;
@@ -392,7 +394,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup);
+            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup, tile.column);
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
 #endif
@@ -408,20 +410,14 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         }
         output.leave();
     }
-    if constexpr (STATISTICS || SUMS) {
-        float* const to = partial + i64(tile.number * WARPGROUPS + output.warpgroup) * 2 * place.p.columns;
-#pragma unroll
-        for (int s = 0; s < Place::COUNT; s += BLOCKS)
-            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
-    }
+    leave_sums(place, tile, found, partial);
 }
 
 // The first thread, of a block.
 DEVICE void init_barriers(const Layout& at) {
-    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
-    if constexpr (IN_PLACE)
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), WARPS);
+    constexpr int FILLING = NORMALIZED ? 2 : 1;  // threads that speak for the engine, and for the warp beside it
+    for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), SPACED ? 128 : 1);
     barrier_init_done();
 }
 
@@ -431,7 +427,8 @@ DEVICE void init_barriers(const Layout& at) {
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
-                     const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                     const float* __restrict__ beta, const __grid_constant__ Problem p,
+                     const T* __restrict__ spaced) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -443,16 +440,16 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<IN_PLACE ? 88 : 40>();
+        if constexpr (SHIFT) give_registers<NORMALIZED ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
 #if NORMALIZED
-        if (IN_PLACE && threadIdx.x >= 128 * WARPGROUPS + 32)
-            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
+        if (threadIdx.x / 32 == 4 * WARPGROUPS + 1)
+            fill_affine(at, p, {moments, gamma, beta, p.depth}, first, last);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<IN_PLACE ? 208 : 232>();
+        if constexpr (SHIFT) take_registers<NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
-        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
+        Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (int i = first; i < last; i += p.group) {
             const Tile tile(p, i);
             const Class& c = p.classes[tile.index];
@@ -460,19 +457,20 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             output.prepare(tile);
             if constexpr (SPREAD)
                 if (steps == 0) {
-                    if (MASKED || bias || output.added())
+                    if (output.added() || (!MASKED && bias)) {
                         write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
-                    else
+                    } else {
                         output.store_zeros(tile);
+                        leave_sums(output.place, tile, {}, partial);
+                    }
                     continue;
                 }
             Sum sum;
 #if NORMALIZED
-            if constexpr (!IN_PLACE)
-                accumulate(sum, at, p, tile, ring, {moments, gamma, beta, p.depth}, warpgroup);
-            else
+            accumulate(sum, at, p, tile, ring, warpgroup);
+#else
+            accumulate(sum, at, ring, steps, warpgroup);
 #endif
-                accumulate(sum, at, ring, steps, warpgroup);
             write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
         }
         output.drain();

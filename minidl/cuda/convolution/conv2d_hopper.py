@@ -18,7 +18,7 @@ from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, SIGNED_COLUMNS, spread_out, views_of
+from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
@@ -43,11 +43,13 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = [
     "Below",
+    "adds_spaced",
     "aligned",
     "applies",
     "forward_fused",
     "gather",
     "images_at_once",
+    "is_spaced",
     "masked_gradient",
     "masks",
     "normalizes",
@@ -84,7 +86,7 @@ class Below(NamedTuple):
         x: the batch norm's input, (N, H, W, C), or None.
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
-        signs: of ``y``, or None; conv2d_hopper.cu reads them instead of it.
+        signs: of ``y``, or None; they are read instead of it.
     """
 
     x: Any
@@ -164,6 +166,7 @@ def plan(
     relu: bool = False,
     parts: int = 0,
     written: int = 0,
+    spaced: bool = False,
 ) -> list[Planned]:
     """The launches for a convolution that the family takes: one, or several when there are more than four classes.
 
@@ -174,17 +177,17 @@ def plan(
         chosen: the tile and the tiles per block; what `choose` says unless given.
         statistics: of a forward pass, leave those of its patches too.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
-            `SIGNED` is for products that `is_flat` says, by tiles of `SIGNED_COLUMNS`.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
         relu: of a forward pass, whether there is a ReLU over it.
         parts: blocks that share the depth of a tile of conv2d_divided_kernel (of `is_flat` ones); 0: the other kernel.
         written: elements per pixel of the output; 0: it is dense.
+        spaced: whether what is to be added has but every second pixel of every second line; where `adds_spaced`.
     """
-    tile, share = chosen or choose(conv, backward, device, code, normalized > 0, statistics or masked > 0)
+    tile, share = chosen or choose(conv, backward, device, code, normalized, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu, written
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked == SIGNED)]
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
@@ -196,14 +199,14 @@ def plan(
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
         views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, added, parts, stage)
+        problem = _problem(conv, backward, part, tile, share, group, pitches[1] if added else 0, parts, stage)
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= {"DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
+        defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        rest = problem, defines, tile.shared_bytes, patches
+        rest = problem, defines, tile.shared_bytes(normalized > 0), patches
         launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
     return launches
 
@@ -228,7 +231,7 @@ def gather(
         w = turned(w)
     source, w, bias, add = [None if x is None else aligned(x) for x in (source, w, bias, add)]
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    how = choice, relu, rows(output)[2]
+    how = choice, relu, rows(output)[2], is_spaced(conv, add)
     division, launches = _launches(conv, code, backward, pitches, add is not None, current_device(), *how)
     if division is not None:
         _gather_divided(conv, code, backward, source, w, bias, add, output, division, relu)
@@ -250,6 +253,7 @@ def _launches(
     choice: Choice | None,
     relu: bool,
     written: int,
+    spaced: bool,
 ) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
     """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
     division = divided(choice, conv, backward, code)
@@ -259,7 +263,7 @@ def _launches(
     for i in range(0, conv.images, step):
         part = conv._replace(images=min(step, conv.images - i))
         images = None if part.images == conv.images else slice(i, i + part.images)
-        how = {"relu": relu, "written": written}
+        how = {"relu": relu, "written": written, "spaced": spaced}
         found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, **how)]
     return None, found
 
@@ -313,12 +317,14 @@ def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None)
     return code == DTYPE[bfloat16] and _whole(conv, code, False, choice)
 
 
-def normalizes(conv: Convolution, code: int, statistics: bool = False, choice: Choice | None = None) -> bool:
+def normalizes(
+    conv: Convolution, code: int, statistics: bool = False, choice: Choice | None = None, packed: bool = False
+) -> bool:
     """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
     one launch, and where that should be faster than a pass of its own."""
     statistics = statistics and takes_statistics(conv, code, choice)
     whole = code > 0 and _whole(conv, code, False, choice)
-    return whole and normalizing_pays(conv, current_device(), code, statistics)
+    return whole and normalizing_pays(conv, current_device(), code, statistics, 2 if packed else 1)
 
 
 def forward_fused(
@@ -369,14 +375,15 @@ def masked_gradient(
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
-    chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, False, True)
-    signed = below.signs is not None and is_flat(conv) and chosen[0].columns == SIGNED_COLUMNS
+    chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, 0, True)
+    signed = below.signs is not None
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
     masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
     if signed:
         arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, masked=masked)
+    how = {"masked": masked, "spaced": is_spaced(conv, add)}
+    (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, **how)
     partial = empty((one.patches, 2, columns_of(conv, backward)), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return None if partial is None else sums_of(partial)
@@ -399,12 +406,27 @@ def start(
         partial: for what patches leave, (R, 2, C) float32.
         below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
-    maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
+    spaced, more = planned.defines.get("SPACED"), ()
+    if spaced is not None:
+        more = (add if spaced else None,)
+    maps = TensorMaps(planned.views, (w, source, output, None if spaced else add, *arrays))
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, *more,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
+
+
+def adds_spaced(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
+    """Whether a data gradient that the family takes may add an array of every second pixel: a product of pixels as they
+    lie, in one launch."""
+    return code > 0 and is_flat(conv) and _whole(conv, code, True, choice)
+
+
+def is_spaced(conv: Convolution, add: Any) -> bool:
+    """Whether what is to be added to a data gradient has but every second pixel of every second line."""
+    half = conv.images, ceil_div(conv.height, 2), ceil_div(conv.width, 2), conv.channels
+    return add is not None and add.shape == half != conv.x_shape
 
 
 def _firsts(walks: list[tuple[Walk, Walk]]) -> range:
@@ -418,7 +440,7 @@ def _problem(
     tile: HopperTile,
     share: int,
     group: int,
-    added: bool,
+    added: int,
     parts: int,
     stage_bytes: int,
 ) -> np.ndarray:

@@ -1,9 +1,10 @@
-// What conv2d_hopper.cu reads of a batch norm and a ReLU below a data gradient, on its way through the pipeline's stages.
+// What conv2d_hopper.cu reads of a batch norm and a ReLU below a data gradient, on its way through the pipeline's stages, and
+// what it does with it.
 #pragma once
 
-// Signs of a tile: rows of SIGN_ROW bytes, 64 of them for each block of a warpgroup.
-constexpr int SIGN_ROW = 16, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
-static_assert(!SIGNED || (FLAT && TILE_N == 8 * SIGN_ROW), "rows of signs that the engine can move");
+// Signs of a tile: 64 rows for each block of a warpgroup, from a multiple of 16 bytes on, as the engine wants them.
+constexpr int SIGN_ROW = TILE_N > 128 ? 32 : SIGN_CHUNK, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
+static_assert(TILE_N % 64 == 0 && TILE_N / 8 + TILE_N / 8 % 16 <= SIGN_ROW, "the signs of a tile are in its rows");
 
 // One thread: fills stages with what the slabs of a tile need of x and y.
 DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
@@ -13,8 +14,8 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
         barrier_expect(barrier, WARPGROUPS * BLOCKS * SIGN_BYTES);
 #pragma unroll
         for (int i = 0; i < WARPGROUPS * BLOCKS; ++i)
-            load_box(at.stage(ring.index) + i * SIGN_BYTES, maps.below[READ][0], barrier, tile.column / 8,
-                     Place{at, maps, p, i / BLOCKS}.row(tile, i % BLOCKS));
+            Place{at, maps, p, i / BLOCKS}.load(maps.below[READ][tile.index], at.stage(ring.index) + i * SIGN_BYTES, barrier,
+                                                tile, i % BLOCKS, first_signs(tile.column));
         ring.advance();
     }
     for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
@@ -24,10 +25,47 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
             barrier_expect(barrier, WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES);
 #pragma unroll
-            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i)
-                Place{at, maps, p, i / SLABS_AT_ONCE}.load(maps.below[array][tile.index],
-                                                           at.stage(ring.index) + i * SLAB_BYTES, barrier, tile,
-                                                           s + i % SLABS_AT_ONCE);
+            for (int i = 0; i < WARPGROUPS * SLABS_AT_ONCE; ++i) {
+                const Place place{at, maps, p, i / SLABS_AT_ONCE};
+                const int slab = s + i % SLABS_AT_ONCE;
+                place.load(maps.below[array][tile.index], at.stage(ring.index) + i * SLAB_BYTES, barrier, tile, slab,
+                           place.column(tile, slab));
+            }
             ring.advance();
         }
+}
+
+// Steps of 16 rows that are worked on side by side, as registers allow.
+constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
+
+// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the stage
+// of x, `signs` at theirs.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
+                      int warpgroup, int column) {
+    Ring<STAGES> other = ring;
+    if (MASKED == 2) other.advance();
+    if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
+    if (s % SLABS_AT_ONCE == 0) {
+        barrier_wait(at.filled(ring.index), ring.parity);
+        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
+    }
+    const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
+    const u32 x = at.stage(ring.index) + from;
+    u32 y = at.stage(other.index) + from;
+    constexpr int STEP = SIGNED ? SIGN_ROW : 128;
+    if constexpr (SIGNED)
+        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(column) +
+            s / BLOCKS * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
+    slab += columns_across();
+#pragma unroll AT_ONCE
+    for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
+        masking.take<SIGN_ROW>(slab + k, x + k, y + k / (128 / STEP));
+    if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
+        if (thread_again() % 32 == 0) {
+            barrier_arrive(at.emptied(ring.index));
+            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
+        }
+        ring.advance(READ);
+    }
+    if (SIGNED && s == Place::COUNT - 1 && thread_again() % 32 == 0) barrier_arrive(at.emptied(signs.index));
 }

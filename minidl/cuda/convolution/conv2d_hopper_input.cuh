@@ -1,20 +1,27 @@
-// How conv2d_hopper.cu normalises its source, in shared memory or in registers; a part of it, which knows its structures.
+// How conv2d_hopper.cu normalises its source, in registers; a part of it, which knows its structures.
+//
+// What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB each:
+// of 1x1 filters with every stage, 0.16 us beside the 0.64 of its products in a tile of 128x256, whose operands alone keep
+// shared memory busy for 84 % of the time (half of both in packed arithmetic; all measured on an H200). Tried before: warps that
+// normalise stages where they lie, which read and write as much shared memory; 1024-256 channels at 14x14 pixels took 57.7
+// us so, in registers 53.2, without 43.0.
 #pragma once
 #include "conv2d_input.cuh"
 
-// A warp: normalises its part of stage after stage. Units do not go up in warps: who has one more takes turns.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
-    Chunk chunk;
+// A warp: puts what the channels of a stage need beside it, two channels a lane, where a chunk of channels begins.
+DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
+    static_assert(sizeof(Affine) * DEPTH / 2 <= AFFINE_BYTES);
+    const int lane = threadIdx.x % 32, taps = p.classes[0].taps_h * p.classes[0].taps_w;
     Ring<STAGES> ring;
     for (int i = first; i < last; i += p.group)
-        for (int channel = 0; channel < p.depth; channel += DEPTH, ring.advance()) {
-            chunk.load(norm, channel);
-            barrier_wait(at.filled(ring.index), ring.parity);
-            normalize_rows<WARPS>(chunk, at.stage(ring.index), warp, TILE_M / UNIT, [](int) { return ~0u; });
-            if (++warp == WARPS) warp = 0;
-            fence_for_engine();
-            __syncwarp();
-            if (threadIdx.x % 32 == 0) barrier_arrive(at.ready(ring.index));
+        for (int channel = 0; channel < p.depth; channel += DEPTH) {
+            const Affine affine(norm, channel + lane / 4 * 8, channel + lane * 2);
+            for (int tap = 0; tap < taps; ++tap, ring.advance()) {
+                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+                if (tap == 0) affine.store(at.affine(ring.index) + lane * sizeof(Affine));
+                __syncwarp();
+                if (lane == 0) barrier_arrive(at.filled(ring.index));
+            }
         }
 }
 
@@ -46,31 +53,34 @@ struct Border {
     }
 };
 
-// Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
+// Products of 16 channels that are started together, and such groups that run while the next one's operands are made. (Two
+// groups that run ahead, or groups of a whole stage, are up to 4 % slower.)
 constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
 constexpr int AHEAD = 1;
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
-                       const Norm& norm, int warpgroup) {
+                       int warpgroup) {
     const Class& c = p.classes[0];
     const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8, column = lane % 4 * 2;
+    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
     int keep = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
-#pragma unroll
-        for (int k = 0; k < 8; ++k) affine[k] = Affine(norm, channel + k * 8, channel + k * 8 + column);
         for (int a = 0; a < c.taps_h; ++a)
             for (int b = 0; b < c.taps_w; ++b) {
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
                 bool inside[2 * BLOCKS];
-                const bool whole = border.find(p, a, b, inside);
+                const bool whole = FLAT || border.find(p, a, b, inside);
                 barrier_wait(at.filled(ring.index), ring.parity);
+                if (a + b == 0)
+#pragma unroll
+                    for (int k = 0; k < 8; ++k)
+                        affine[k].load(at.affine(ring.index) + (k * 4 + lane % 4) * sizeof(Affine));
 #pragma unroll
                 for (int g = 0; g < GROUPS; ++g) {
                     u32 raw[GROUP][BLOCKS][4], words[GROUP][BLOCKS][4];

@@ -14,7 +14,7 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
-    "IN_PLACE",
+    "ROOMY",
     "SLAB",
     "TILES",
     "HopperTile",
@@ -28,6 +28,7 @@ __all__ = [
 ]
 
 SLAB = 64  # rows of an output buffer, of 128 bytes
+BARRIERS, AFFINE, ATOM = 256, 512, 1024  # bytes: of barriers, of what a stage's channels need to be normalised
 
 
 class HopperTile(NamedTuple):
@@ -63,9 +64,10 @@ class HopperTile(NamedTuple):
     def threads(self) -> int:
         return 384 if self.resident == 1 else 288
 
-    @property
-    def shared_bytes(self) -> int:
-        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + 1024
+    def shared_bytes(self, normalized: bool = False) -> int:
+        """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
+        beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
+        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + beside
 
     @property
     def defines(self) -> dict[str, int]:
@@ -84,8 +86,8 @@ TILES = (
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
-# For rows that are normalised where they lie: all slabs of a tile leave at once, and what comes next has longer for it.
-IN_PLACE = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
+# For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
+ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -98,10 +100,10 @@ ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
 SHALLOW = 0.8
 # How much longer a window's stage takes of float32 where other output channels fetch the window, too.
 AGAIN = 1.07
-# How much longer a stage takes whose rows are normalised in registers, by rows and columns of the tile; a window's;
-# microseconds to normalise 64 rows of a stage where they lie.
-_IN_REGISTERS = {(128, 256): 1.09, (256, 128): 1.31, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.5}
-_WINDOW, _IN_PLACE = 1.09, 0.53
+# How much longer a stage takes whose rows are normalised, by rows and columns of the tile; a window's; which share of
+# that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
+_NORMALIZED = {(128, 256): 1.05, (256, 128): 1.36, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.45}
+_WINDOW, _PACKED, _LOADED = 1.09, 0.4, (0.0, 0.16, 0.08)
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
 # Tiles of a block of two on a multiprocessor, at most, for 1x1 filters where memory sets the pace: long blocks of fixed
@@ -119,7 +121,7 @@ def candidates(
     """
     tiles = TILES
     if normalized:
-        tiles = *(tile for tile in TILES if tile.resident == 1), *([IN_PLACE] if is_flat(conv) else [])
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
     return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 
@@ -143,13 +145,13 @@ def microseconds(
     tile: HopperTile | HaloTile,
     device: DeviceRecord,
     code: int = 1,
-    normalized: bool = False,
+    normalized: int = 0,
     sums: bool = False,
 ) -> tuple[float, float]:
     """Estimates in microseconds: (arithmetic with its operands alone, all), for a chip as fast as an H200.
 
     A stage of float32 has half the channels of one of a 16-bit type, multiplied at half the rate. ``normalized``: the
-    input on the way; ``sums``: and those of a batch norm, of the output.
+    input on the way, as the macro says; ``sums``: and those of a batch norm, of the output.
     """
     tiles, stages = work(conv, backward, tile, code)
     share = ceil_div(tiles, device.multiprocessors)
@@ -173,15 +175,15 @@ def _memory(conv: Convolution, backward: bool, code: int) -> float:
     return y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
 
 
-def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: bool) -> float:
+def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: int) -> float:
     """Microseconds that a multiprocessor is busy with a tile of so many stages."""
-    if not normalized:
-        return stages * tile.step + tile.rest
-    if isinstance(tile, HaloTile):
-        return stages * tile.step * _WINDOW + tile.rest
-    if is_flat(conv):  # beside the products, and partly beside what comes behind them
-        return max(stages * tile.step + tile.rest, stages * tile.rows / SLAB * _IN_PLACE + tile.rest / 2)
-    return stages * tile.step * _IN_REGISTERS[tile.rows, tile.columns] + tile.rest
+    longer, loaded = 0.0, 0.0
+    if normalized:
+        halo = isinstance(tile, HaloTile)
+        longer = (_WINDOW if halo else _NORMALIZED[tile.rows, tile.columns]) - 1
+        longer *= _PACKED if normalized > 1 else 1
+        loaded = 0 if halo else stages / math.prod(conv.kernel) * _LOADED[normalized]
+    return stages * tile.step * (1 + longer) + loaded + tile.rest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -190,23 +192,22 @@ def choose(
     backward: bool,
     device: DeviceRecord,
     code: int = 1,
-    normalized: bool = False,
+    normalized: int = 0,
     sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
-    among = candidates(conv, backward, device, code, normalized)
-    if backward and sums and max(conv.stride) > 1:  # pixels apart and their masks: too many registers for two blocks
-        among = [tile for tile in among if tile.resident == 1]
+    among = candidates(conv, backward, device, code, normalized > 0)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _shares(conv, backward, tile, device, code)[0]
 
 
 @functools.lru_cache(maxsize=1024)
-def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: bool = False) -> bool:
-    """Whether normalising the input on the way should take less time than a pass that reads and writes it before."""
+def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: bool = False, how: int = 1) -> bool:
+    """Whether normalising the input on the way, as the macro NORMALIZED says ``how``, should take less time than a pass
+    that reads and writes it before."""
     apart, together = (
         microseconds(conv, False, choose(conv, False, device, code, *how)[0], device, code, *how)[1]
-        for how in ((False, sums), (True, sums))
+        for how in ((0, sums), (how, sums))
     )
     return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 

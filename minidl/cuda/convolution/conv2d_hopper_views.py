@@ -14,12 +14,11 @@ from minidl.cuda.convolution.conv2d_walk import (
     itemsize_of,
 )
 from minidl.cuda.hopper import BYTES, TF32, View, Views
-from minidl.cuda.norm.signs import signs_pitch
+from minidl.cuda.norm.signs import CHUNK, signs_pitch
 
-__all__ = ["CLASSES", "SIGNED_COLUMNS", "spread_out", "views_of"]
+__all__ = ["CLASSES", "spread_out", "views_of"]
 
 CLASSES = 4  # parity classes of one launch, at most
-SIGNED_COLUMNS = 128  # of a tile's rows signs are 16 bytes, what the copy engine moves at least
 
 
 def spread_out(walks: list[tuple[Walk, Walk]]) -> bool:
@@ -58,20 +57,22 @@ def views_of(
         soon = h.taps * w.taps == 1 or max(h.step, w.step) == 1
         return View(code or TF32, sizes, apart, (channels, fetched), corners, (w.step, h.step), neighbours=soon)
 
-    def output(h: Walk, w: Walk, pitch: int) -> View:
+    def pixels(kind: int, inner: int, pixel: int, box: int, h: Walk, w: Walk) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
-        pixel = pitch * itemsize
         if not spread:
-            return View(code, (columns, conv.images * height * width), (pixel,), (channels, SLAB))
+            return View(kind, (inner, conv.images * height * width), (pixel,), (box, SLAB))
         apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
         offset = (h.start * width + w.start) * pixel
-        sizes, none = (columns, w.count, h.count, conv.images), (0, 0)
-        return View(code, sizes, apart, (channels, SLAB), (none, none), (1, 1), offset)
+        sizes, none = (inner, w.count, h.count, conv.images), (0, 0)
+        return View(kind, sizes, apart, (box, SLAB), (none, none), (1, 1), offset)
+
+    def output(h: Walk, w: Walk, pitch: int) -> View:
+        return pixels(code, columns, pitch * itemsize, channels, h, w)
 
     below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
     if signed:
-        row, pixels = signs_pitch(columns), conv.images * conv.height * conv.width
-        below[-1] = [View(BYTES, (row, pixels), (row,), (SIGNED_COLUMNS // 8, SLAB))]
+        row, box = signs_pitch(columns), CHUNK if tile.columns <= 8 * CHUNK else 2 * CHUNK
+        below[-1] = [pixels(BYTES, row, row, box, *pair) for pair in walks]
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),

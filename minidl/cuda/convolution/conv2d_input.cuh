@@ -36,6 +36,15 @@ struct Affine {
         shift = Rounding<T>::round_pair(fmaf(-mean.x, s.x, beta.x), fmaf(-mean.y, s.y, beta.y));
     }
 
+    // To shared memory, and from there.
+    __device__ __forceinline__ void store(u32 address) const {
+        store_shared(address, make_uint2(scale, shift));
+    }
+    __device__ __forceinline__ void load(u32 address) {
+        const uint2 words = load_shared_pair(address);
+        scale = words.x, shift = words.y;
+    }
+
     // Of a pair of values as they lie in memory. NaN stays NaN.
     __device__ __forceinline__ u32 operator()(u32 pair) const {
         u32 y;
@@ -61,6 +70,16 @@ struct Affine {
         shift = *reinterpret_cast<const float2*>(norm.beta + channel);
         scale.x *= gamma.x, scale.y *= gamma.y;
         shift = {shift_of(mean.x, scale.x, shift.x), shift_of(mean.y, scale.y, shift.y)};
+    }
+
+    // To shared memory, and from there.
+    __device__ __forceinline__ void store(u32 address) const {
+        store_shared(address, make_float4(scale.x, scale.y, shift.x, shift.y));
+    }
+    __device__ __forceinline__ void load(u32 address) {
+        const uint4 words = load_shared(address);
+        scale = {__uint_as_float(words.x), __uint_as_float(words.y)};
+        shift = {__uint_as_float(words.z), __uint_as_float(words.w)};
     }
 
     // Of a pair of values as they lie in memory. The rounding keeps NaN.

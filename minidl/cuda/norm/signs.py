@@ -12,12 +12,15 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import dtype_code, rows, walk_channels
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["are_signs", "check_signs", "mask_by_signs", "signs_pitch", "signs_shape"]
+__all__ = ["CHUNK", "are_signs", "check_signs", "mask_by_signs", "signs_pitch", "signs_shape"]
+
+
+CHUNK = 16  # bytes that the copy engine moves at least
 
 
 def signs_pitch(channels: int) -> int:
     """Bytes from row to row: a multiple of 16, so that the copy engine can read them."""
-    return round_up(ceil_div(channels, 8), 16)
+    return round_up(ceil_div(channels, 8), CHUNK)
 
 
 def signs_shape(shape: tuple[int, ...]) -> tuple[int, ...]:

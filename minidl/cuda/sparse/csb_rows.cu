@@ -15,6 +15,11 @@
 // summed features in shared memory at a time, all output features in turn, four of them in lockstep, sorted by length,
 // so that lists have ten to fifty items and x is read once. It took 1.1 to 1.5 times as long (256 x 2304: up to 2.2), as
 // an item is then fetched for 32 samples, and 5 to 20 % of its items were pads.
+// Nor did it pay to give each lane an output feature of its own: x in rows of 32 samples, of which eight neighbouring
+// lanes read 16 bytes at eight different banks, features sorted by length, 512 summed ones and up to 1024 output features
+// at a time. Elements then cost no broadcast and x is read a quarter as often, but a thread block waits for the warp with
+// the longest rows: 196 us for 2048 x 2048 x 4096 at 98 % where this takes 108, and 1.3 times as long still at 80 %. That
+// elements came through a ring in shared memory, eight steps ahead, and not into registers, gained a tenth.
 //
 //   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
