@@ -396,12 +396,7 @@ def test_costs_count_passes_by_hand():
     assert partner.taker == "layer1.1.conv1" and own.taker is None
     mixed = [fusion.site_cost(s, w, 2, 2) for s, w in ((own, "elementwise"), (partner, "elementwise+gradients"))]
     assert sum(c.backward_bytes for c in mixed) == 9 * size
-    # EfficientNet's first gate: what it and its means read and write, 3 + 4 passes that no site counts, become 1 + 1
-    # of the batch norm's: statistics, means 1, product 2; all sums 2, the input's gradient 3
-    (gated, *_) = (s for s in fusion.find_sites(models.build("efficientnet_b0", (64, 64, 3), 10)) if s.gated)
-    cost = fusion.site_cost(gated, "elementwise+gated", 1, 1)
-    assert (cost.forward + 3, cost.backward + 4) == (4, 5)
-    for site in (*sites.values(), gated):  # each mode spares a pass
+    for site in sites.values():  # each mode spares a pass
         costs = {way: fusion.site_cost(site, way, 2, 2).bytes for way in candidates(site)}
         for way, mode in itertools.product(costs, fusion.MODES):
             fewer = way_of(set(modes_of(way)) - {mode})
@@ -489,14 +484,3 @@ def test_a_compiled_step_sees_every_mode_that_a_plan_sets():
         fusion.fuse(model, how)
         seen.add(model.modes())
     assert len(seen) == len(fusion.PLANS)
-
-
-@pytest.mark.parametrize("name", ["efficientnet_b0", "densenet121"])
-def test_a_plan_changes_nothing_but_modes(name):
-    """Not even what has the name of another layer's mode: the gates that leave a gradient to a pooling."""
-    model = m.Model(models.build(name, (32, 32, 3), 4))
-    before = [dict(vars(layer)) for layer in model.layers]
-    for how in fusion.PLANS:
-        fusion.fuse(model, how)
-        for layer, old in zip(model.layers, before, strict=True):
-            assert {key for key, value in vars(layer).items() if value is not old.get(key)} <= {*layer.modes}

@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import fusion, models
+from minidl.fusion.plans import candidates, modes_of, way_of
 from minidl.store import tensor_key
 from tests.test_fusion import BOUND, backward_in_evaluation, close, distance, fused, run
 
@@ -214,3 +215,27 @@ def test_a_gated_activation_computes_the_same_for_whoever_reads_it(ops):
         model.graph["act"].layer.deferred = deferred
         results.append(run(model))
     close(*results, BOUND)
+
+
+def test_what_a_gate_costs_by_hand():
+    """EfficientNet's first: of 3 + 4 passes that it and its means take, and that no site counts, the batch norm's passes
+    spare more. Statistics, means 1, product 2; all sums 2, the input's gradient 3."""
+    (gated, *_) = (s for s in fusion.find_sites(models.build("efficientnet_b0", (64, 64, 3), 10)) if s.gated)
+    cost = fusion.site_cost(gated, "elementwise+gated", 1, 1)
+    assert (cost.forward + 3, cost.backward + 4) == (4, 5)
+    for way in candidates(gated):  # each mode spares a pass
+        for mode in modes_of(way):
+            fewer = way_of(set(modes_of(way)) - {mode})
+            if fewer in candidates(gated):
+                assert fusion.site_cost(gated, way, 2, 2).bytes < fusion.site_cost(gated, fewer, 2, 2).bytes
+
+
+@pytest.mark.parametrize("name", ["efficientnet_b0", "densenet121"])
+def test_a_plan_changes_nothing_but_modes(name):
+    """Not even what has the name of another layer's mode: the gates that leave a gradient to a pooling."""
+    model = m.Model(models.build(name, (32, 32, 3), 4))
+    before = [dict(vars(layer)) for layer in model.layers]
+    for how in fusion.PLANS:
+        fusion.fuse(model, how)
+        for layer, old in zip(model.layers, before, strict=True):
+            assert {key for key, value in vars(layer).items() if value is not old.get(key)} <= {*layer.modes}
