@@ -2,8 +2,8 @@
 
     python benchmarks/bench_overlap.py [--json PATH]
 
-``serial``: each kernel begins when the one before it has ended. ``overlapping``, the default of the library: it begins
-while that one ends, and waits (`await_predecessor`, minidl/cuda/common.cuh). Both take turns in one run; the peer is
+``serial``: each kernel is started when the one before it has ended. ``overlapping``, the default of the library: while
+that one drains, and it waits (`await_predecessor`, minidl/cuda/common.cuh). Both take turns in one run; the peer is
 PyTorch's graph of the same chain. Its small operations cost what a kernel costs that has next to nothing to do.
 """
 

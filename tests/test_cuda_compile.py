@@ -279,6 +279,8 @@ def _hasty(stem, name, opcodes) -> str | None:
         return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
     if touches.size and touches[0] < waits[0]:
         return "may touch global memory before await_predecessor()"
+    if (opcodes[: waits[0]] == machine_code.EXIT).any():
+        return "may end before await_predecessor(), and let those behind it begin too early"
     return None
 
 
@@ -306,6 +308,27 @@ def test_every_variant_compiles_and_fits(stem, name, arch):
                 if problem := _hasty(file, kernel, opcodes):
                     problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
     assert not problems, "\n".join(sorted(problems))
+
+
+HASTY = {
+    "": "waits for its predecessor 0 times",
+    "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
+    "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
+    "if (threadIdx.x > 31) return; await_predecessor();": "may end before",
+    "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
+}
+
+
+@pytest.mark.parametrize("body", HASTY)
+@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+def test_a_kernel_that_does_not_wait_in_time_is_found(body):
+    source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
+    image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
+    opcodes = dict(machine_code.kernels(image))
+    found, expected = _hasty("k", "k", opcodes["k"]), HASTY[body]
+    assert found is None if expected is None else expected in found, found
+    assert _hasty("spin", "spin", opcodes["spin"]) is None
+    assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
 
 
 # Before the name may stand a macro, and attributes whose own brackets nest once.

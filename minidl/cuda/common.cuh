@@ -34,24 +34,25 @@ typedef f16 T;
 
 // ---- the kernel before this one in the stream
 //
-// A kernel that calls await_predecessor() is launched while the one before it still drains (programmatic dependent
-// launch, sm_90 and newer; the launcher finds the wait in the machine code, so nothing else has to be said): its blocks
-// take the places that become free, set up what needs no global memory (barriers, shared memory, indices), and wait
-// there until all that came before has ended and its writes are seen. The rules:
-// - Every thread calls it, on every path, before it reads or writes global memory: the kernel before may still read what
-//   this one writes, also where an arena gave both the same place, and write what this one reads. Parameters are not
-//   global memory, the fetch of a tensor map in them neither. Not on some path means not at all: a kernel without the
-//   wait starts behind its predecessor, as ever; one that ended before its predecessor did would end the waits of those
-//   behind it too early.
-// - Who comes next is let in (launch_dependents) when every block has started, not when it ends: what a block writes
-//   later is still waited for, and the blocks of the next kernel get no place before this one's have all got theirs, so
-//   a barrier across the grid cannot wait for a block that they keep out.
+// A kernel that calls await_predecessor() is launched while the one before it drains (programmatic dependent launch,
+// sm_90 and newer; the launcher finds the wait in the machine code, so nothing else has to be said): it is on the
+// multiprocessors as soon as the last block has ended, sets up what needs no global memory (barriers, shared memory,
+// indices), and waits until all that came before has ended for good and its writes are seen. The rules:
+// - Every thread calls it, on every path, before it reads or writes global memory: the kernel before may still write
+//   what this one reads, and read what this one writes, also where an arena gave both the same place. Parameters are
+//   not global memory, the fetch of a tensor map in them neither. Not on some path means not at all: a kernel without
+//   the wait starts behind its predecessor, as ever; one that ended before its predecessor did would end the waits of
+//   those behind it too early.
 // - Copies, memsets, events and other streams before a kernel are waited for as a whole: only two kernels that follow
 //   each other in one stream, or in a graph captured from it, overlap.
+//
+// No kernel lets the next one in earlier (griddepcontrol.launch_dependents), neither when its blocks begin their work nor
+// before they wait: blocks that only wait then take the places that become free first, several of them on one
+// multiprocessor and none on others, where they stay when their work begins. On an H200 a ResNet-50 step of 32 images
+// takes 1.6 % less with the wait alone, and 2.6 % more with either.
 DEVICE void await_predecessor() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
-    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["WAIT", "kernels", "waiting"]
+__all__ = ["EXIT", "WAIT", "kernels", "waiting"]
 
 _ELF, _TEXT = b"\x7fELF", b".text."
 WAIT = 0x82E  # ACQBULK, what the assembler makes of griddepcontrol.wait for sm_90
+EXIT = 0x94D
 _INSTRUCTION = np.dtype([("low", "<u8"), ("high", "<u8")])
 _OPCODE = 0xFFF
 _ENTRY = re.compile(r"^[^\n]*\.entry\s+(\w+)(.*?)^\}", re.DOTALL | re.MULTILINE)
