@@ -218,8 +218,8 @@ def test_a_gated_activation_computes_the_same_for_whoever_reads_it(ops):
 
 
 def test_what_a_gate_costs_by_hand():
-    """EfficientNet's first: it and its means take 3 + 4 passes that no site counts, and of which the batch norm's are told
-    less. Statistics, means 1, product 2; all sums 2, the input's gradient 3."""
+    """EfficientNet's first: statistics 1, means 1, product 2; all sums 2, the input's gradient 3. Of these the site counts
+    what the batch norm takes beyond the 3 + 4 passes that product and means have without it."""
     (gated, *_) = (s for s in fusion.find_sites(models.build("efficientnet_b0", (64, 64, 3), 10)) if s.gated)
     cost = fusion.site_cost(gated, "elementwise+gated", 1, 1)
     assert (cost.forward + 3, cost.backward + 4) == (4, 5)
