@@ -218,7 +218,7 @@ def test_a_gated_activation_computes_the_same_for_whoever_reads_it(ops):
 
 
 def test_what_a_gate_costs_by_hand():
-    """EfficientNet's first: statistics 1, means 1, product 2; all sums 2, the input's gradient 3. Of these the site counts
+    """EfficientNet's first: statistics 1, means 1, product 2; all sums 2, the input's gradient 3. The site counts of these
     what the batch norm takes beyond the 3 + 4 passes that product and means have without it."""
     (gated, *_) = (s for s in fusion.find_sites(models.build("efficientnet_b0", (64, 64, 3), 10)) if s.gated)
     cost = fusion.site_cost(gated, "elementwise+gated", 1, 1)
