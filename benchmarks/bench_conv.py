@@ -1,4 +1,4 @@
-"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, the depthwise ones of MobileNetV2 and EfficientNet-B0,
+"""Convolutions of ResNet-18, ResNet-50, VGG-16 and U-Net, of MobileNetV2 and EfficientNet-B0 (depthwise or the others),
 grouped ones and fully connected layers: every distinct layer in each of its three passes, beside PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
@@ -156,11 +156,11 @@ def _unet(batch: int = 32) -> list[Layer]:
     return _merged([*layers, Layer("U-Net", batch, size, widths[0], 2, 1, 1, 1)])
 
 
-def _depthwise(label: str, build: Callable[[], Graph], batch: int = 128) -> list[Layer]:
-    """The depthwise convolutions of a network."""
+def _inverted(label: str, build: Callable[[], Graph], depthwise: bool, batch: int = 128) -> list[Layer]:
+    """The depthwise convolutions of a network, or all others."""
     graph, layers = build(), []
     for node in graph.nodes:
-        if isinstance(node.layer, Conv2d) and node.layer.groups > 1:
+        if isinstance(node.layer, Conv2d) and (node.layer.groups > 1) == depthwise:
             size, _, channels = graph.nodes[node.inputs[0]].shape
             kernel, stride = node.layer.kernel_size[0], node.layer.stride[0]
             layers.append(Layer(label, batch, size, channels, node.shape[-1], kernel, stride, 1, node.layer.groups))
@@ -200,8 +200,9 @@ def _merged(layers: list[Layer]) -> list[Layer]:
 
 NETWORKS: dict[str, Callable[..., list[Layer]]] = {
     "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet,
-    "mobilenet_v2": partial(_depthwise, "MobileNetV2", models.mobilenet_v2),
-    "efficientnet_b0": partial(_depthwise, "EfficientNet-B0", models.efficientnet_b0),
+    "mobilenet_v2": partial(_inverted, "MobileNetV2", models.mobilenet_v2, True),
+    "mobilenet_v2_1x1": partial(_inverted, "MobileNetV2", models.mobilenet_v2, False),
+    "efficientnet_b0": partial(_inverted, "EfficientNet-B0", models.efficientnet_b0, True),
     "grouped": _grouped, "connected": _connected,
 }  # fmt: skip
 

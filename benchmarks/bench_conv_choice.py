@@ -1,9 +1,11 @@
 """What convolutions lose by the choice of a kernel without tuning, at shapes that no model of time was fitted to.
 
 ``python benchmarks/bench_conv_choice.py --json out.json`` measures every kernel that could do each pass, as
-``minidl tune conv`` does, but keeps nothing. Other shapes: ``--shape 8,27,27,96,192,3`` (images, height, width,
-channels, filters, kernel; then stride, groups and dilation where they are not 1; padding keeps the size), as often as
-wanted; ``--network resnet50`` takes those of a network.
+``minidl tune conv`` does, but keeps nothing: at layers of networks that are not in `bench_conv.py`, and at random
+shapes (``--random 24 --seed 7``: so many, drawn from this seed). Other shapes: ``--shape 8,27,27,96,192,3`` (images,
+height, width, channels, filters, kernel or ``1x7``; then stride, groups and dilation where they are not 1; padding
+keeps the size), as often as wanted; ``--network resnet50`` takes those of a network. ``--seconds`` ends it early: the
+passes come in an order drawn from the seed, so that those it has reached are a fair sample.
 """
 
 from __future__ import annotations
@@ -11,9 +13,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
+import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,31 +34,49 @@ from minidl.cuda.device import current_device
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 
-__all__ = ["SHAPES", "main", "questions_of"]
+__all__ = ["OTHERS", "PASSES", "main", "questions_of", "random_shapes"]
 
-# (images, height, width, channels, filters, kernel, stride, groups, dilation): widths and sizes between the usual ones,
-# few images, widths of ResNeXt and of inverted bottlenecks, wide filters, narrow images.
-SHAPES = [
-    (1, 13, 13, 960, 320, 3), (1, 27, 27, 192, 320, 3), (1, 28, 28, 128, 256, 3, 2), (1, 60, 60, 48, 192, 1),
-    (1, 100, 100, 64, 128, 3, 2), (1, 128, 128, 32, 64, 3), (8, 13, 13, 320, 1280, 1), (8, 14, 14, 512, 512, 3),
-    (8, 27, 27, 48, 96, 5), (8, 27, 27, 192, 96, 1), (8, 27, 27, 320, 320, 3, 2), (8, 30, 30, 144, 32, 1),
-    (8, 33, 47, 96, 96, 3), (8, 40, 40, 192, 192, 3), (8, 56, 56, 256, 256, 3), (8, 60, 60, 24, 144, 1),
-    (8, 60, 60, 192, 192, 3), (8, 80, 80, 80, 80, 3), (24, 7, 7, 160, 320, 3), (24, 7, 7, 832, 384, 1),
-    (24, 13, 13, 96, 192, 3), (24, 13, 13, 320, 192, 1), (24, 15, 15, 480, 192, 5), (24, 20, 20, 112, 672, 1),
-    (24, 20, 20, 672, 112, 1), (24, 27, 27, 320, 192, 3), (24, 30, 30, 192, 192, 3, 1, 1, 2), (24, 60, 60, 48, 96, 3),
-    (24, 60, 60, 96, 48, 1), (24, 60, 60, 320, 96, 1), (8, 28, 28, 512, 512, 3, 2, 32),
-    (24, 56, 56, 128, 128, 3, 1, 32),
-]  # fmt: skip
+PASSES = ("forward", "backward_data", "backward_weight")
+# As of --shape: layers of MobileNetV2, EfficientNet-B0, Inception-v3, ResNeXt, DenseNet and wide ResNets.
+OTHERS = """
+32,112,112,32,16,1      32,112,112,16,96,1      32,56,56,24,144,1       32,56,56,144,24,1       32,28,28,40,240,1
+32,14,14,480,112,1      32,14,14,96,576,1       32,7,7,1152,320,1       32,7,7,320,1280,1       16,35,35,48,64,5
+16,35,35,64,96,3        16,35,35,288,384,3,2    16,17,17,768,192,1      16,17,17,160,160,1x7    16,17,17,192,192,7x1
+16,17,17,192,320,3,2    16,8,8,448,384,3        16,8,8,384,384,1x3      32,56,56,128,128,3,1,32 32,28,28,512,512,3,2,32
+32,7,7,1024,1024,3,1,32 32,28,28,128,32,3       32,14,14,640,128,1      32,32,32,160,160,3      32,16,16,320,640,3,2
+4,65,65,256,256,3,1,1,2
+""".split()
 
 
-def questions_of(shape: tuple[int, ...], dtype: str) -> list[Question]:
-    """The three passes."""
-    n, h, w, c, k, r, stride, groups, dilation = (*shape, *(1,) * (9 - len(shape)))
-    padding = dilation * (r // 2)
-    filters = k, r, r, c // groups
-    conv = convolution("shape", (n, h, w, c), filters, (stride,) * 2, (padding,) * 2, (dilation,) * 2, groups)
-    passes = ("forward", "backward_data", "backward_weight")
+def random_shapes(count: int, seed: int) -> list[str]:
+    """Widths, sizes and filters drawn at random, as of --shape; what takes too long or nothing at all is drawn anew."""
+    rng, found = np.random.default_rng(seed), []
+    while len(found) < count:
+        images, size = int(2 ** rng.uniform(0, 6.5)), int(2 ** rng.uniform(2.5, 7))
+        channels, filters = (8 * int(2 ** rng.uniform(1, 7.5)) for _ in range(2))
+        kernel = rng.choice(["1", "1", "1", "3", "3", "3", "5", "1x5", "3x1"])
+        stride, width = int(rng.choice([1, 1, 1, 2])), max(1, int(size * rng.uniform(0.7, 1.4)))
+        flop = 2 * images * size * width * channels * filters * math.prod(_taps(kernel)) / stride**2
+        if 2e8 < flop < 6e10 and images * size * width * max(channels, filters) < 1e8:
+            found.append(f"{images},{size},{width},{channels},{filters},{kernel},{stride}")
+    return found
+
+
+def questions_of(shape: str, dtype: str, passes: tuple[str, ...] = PASSES) -> list[Question]:
+    """The passes of a shape as of --shape."""
+    *sizes, kernel = (fields := shape.split(","))[:6]
+    n, h, w, c, k = map(int, sizes)
+    stride, groups, dilation = (*map(int, fields[6:]), *(1,) * (9 - len(fields)))
+    taps = _taps(kernel)
+    padding = tuple(dilation * (r // 2) for r in taps)
+    pairs = (stride,) * 2, padding, (dilation,) * 2
+    conv = convolution("shape", (n, h, w, c), (k, *taps, c // groups), *pairs, groups)
     return [Question(which, conv, *DTYPES[dtype]) for which in passes]
+
+
+def _taps(kernel: str) -> tuple[int, int]:
+    height, _, width = kernel.partition("x")
+    return int(height), int(width or height)
 
 
 def _row(question: Question) -> dict[str, Any]:
@@ -73,43 +97,77 @@ def _cells(row: dict[str, Any]) -> list[str]:
     ]  # fmt: skip
 
 
-def _means(rows: list[dict[str, Any]]) -> list[str]:
+def _behind(rows: list[dict[str, Any]]) -> list[str]:
+    """How far the choice without tuning is behind, by type and pass, and altogether."""
+    groups = [(f"{dtype} {which}", list(some)) for (dtype, which), some in itertools.groupby(rows, _kind)]
     notes = []
-    for (dtype, which), some in itertools.groupby(rows, lambda row: (row["dtype"], row["pass"])):
-        losses = [row["ms"] / row["peers"]["tuned"] for row in some]
-        mean = math.exp(sum(map(math.log, losses)) / len(losses)) - 1
+    for name, some in [*groups, ("all", rows)]:
+        losses = sorted(row["ms"] / row["peers"]["tuned"] for row in some)
+        mean = math.exp(statistics.fmean(map(math.log, losses))) - 1
+        at = {share: losses[math.ceil(share / 100 * len(losses)) - 1] - 1 for share in (50, 90, 95, 100)}
+        quantiles = ", ".join(f"{share} %: {loss:.1%}" for share, loss in at.items())
         far = sum(loss > 1.1 for loss in losses)
-        notes.append(f"{dtype} {which}: geometric mean of the loss {mean:.1%}, over 10 % in {far} of {len(losses)}")
+        notes.append(
+            f"{name}: behind by {mean:.1%} (geometric mean), of passes {quantiles}; by over 10 % {far} of {len(losses)}"
+        )
     return notes
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--shape", action="append", metavar="N,H,W,C,K,R,...", help="measure this instead")
-    parser.add_argument("--network", choices=sorted(models.MODELS), help="the convolutions of a network instead")
-    parser.add_argument("--batch", type=int, default=32, help="images of --network (default 32)")
-    parser.add_argument("--precision", nargs="+", choices=sorted(DTYPES), default=["bf16"])
-    parser.add_argument("--json", metavar="PATH", help="write the result file here")
-    a = parser.parse_args()
-    install(NOTHING)
-    device, questions = current_device(), []
+def _kind(row: dict[str, Any]) -> tuple[str, str]:
+    return row["dtype"], row["pass"]
+
+
+def _questions(a: argparse.Namespace) -> list[Question]:
+    questions: list[Question] = []
+    shapes = a.shape or [*OTHERS, *random_shapes(a.random, a.seed)]
     for dtype in a.precision:
         if a.network:
-            questions += of_network(models.build(a.network, (224, 224, 3), 1000), a.batch, dtype, device)
+            graph = models.build(a.network, (224, 224, 3), 1000)
+            asked = of_network(graph, a.batch, dtype, current_device())
+            questions += [question for question in asked if question.which in a.passes]
         else:
-            shapes = [tuple(map(int, shape.split(","))) for shape in a.shape or ()] or SHAPES
-            questions += [question for shape in shapes for question in questions_of(shape, dtype)]
+            questions += [question for shape in shapes for question in questions_of(shape, dtype, a.passes)]
+    if a.seconds:
+        np.random.default_rng(a.seed).shuffle(order := list(range(len(questions))))
+        questions = [questions[i] for i in order]
+    return questions
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--shape", action="append", metavar="N,H,W,C,K,R,...", help="measure this instead")
+    parser.add_argument("--random", type=int, default=24, metavar="N", help="random shapes beside others (default 24)")
+    parser.add_argument("--seed", type=int, default=7, help="that they are drawn from (default 7)")
+    parser.add_argument("--network", choices=sorted(models.MODELS), help="the convolutions of a network instead")
+    parser.add_argument("--batch", type=int, default=32, help="images of --network (default 32)")
+    parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=PASSES)
+    parser.add_argument("--precision", nargs="+", choices=sorted(DTYPES), default=["bf16"])
+    parser.add_argument("--seconds", type=float, help="begin no other pass so long after all is compiled")
+    parser.add_argument("--json", metavar="PATH", help="write the result file here")
+    return parser.parse_args()
+
+
+def main() -> None:
+    a = _arguments()
+    install(NOTHING)
+    device, machine, questions = current_device(), machine_record(), _questions(a)
     nvrtc.compile_all(variants(questions, device), nvrtc.target(device.arch))
-    rows = []
+    started = time.perf_counter()
+    rows: list[dict[str, Any]] = []
     for i, question in enumerate(questions):
+        if rows and a.seconds and time.perf_counter() - started > a.seconds:
+            print(f"{len(questions) - i} of {len(questions)} passes left out: time is up", file=sys.stderr)
+            break
         rows.append(_row(question))
         print(f"{i + 1} of {len(questions)}: {' '.join(_cells(rows[-1]))}", file=sys.stderr, flush=True)
-    notes = _means(sorted(rows, key=lambda row: (row["dtype"], row["pass"])))
+        if a.json:  # what there is, in case that the rest takes too long
+            write(a.json, result("bench_conv_choice", rows, machine))
+    notes = _behind(sorted(rows, key=_kind))
     rows.sort(key=lambda row: row["peers"]["tuned"] / row["ms"])
     columns = ["convolution and pass", "type", "us", "tuned us", "spread", "loss", "kernel", "tuned kernel"]
     show("kernels chosen without tuning, worst first", columns, list(map(_cells, rows)), notes=notes)
     if a.json:
-        write(a.json, result("bench_conv_choice", rows, machine_record()))
+        write(a.json, result("bench_conv_choice", rows, machine))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -30,7 +29,7 @@ from pages.fusion import share_of_bytes
 
 from minidl import cuda as ops
 from minidl.cuda import nvrtc
-from minidl.cuda.convolution import conv2d_hopper
+from minidl.cuda.convolution import conv2d
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.cuda.norm.signs import signs_shape
@@ -295,8 +294,5 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
 
 
 def _left_as_they_are(wanted: bool) -> Any:
-    """Within, what the patches leave is not added up."""
-    keep = lambda partial, *_: partial  # noqa: E731
-    left = lambda partial, count: SimpleNamespace(statistics=lambda: partial)  # noqa: E731
-    names = {"added_up": left, "sums_of": keep} if wanted else {}
-    return mock.patch.multiple(conv2d_hopper, **names) if names else nullcontext()
+    """Within, what the patches leave is not merged."""
+    return mock.patch.object(conv2d, "batch_norm_merge", lambda parts: parts) if wanted else nullcontext()

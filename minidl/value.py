@@ -185,19 +185,24 @@ class MaskedGradient:
         array: the masked gradient, once somebody has it.
         relu, norm, parts: where a convolution has masked (`masked`), the names of the ReLU and of a batch norm
             under it, and the parts of that one's sums.
+        other: the second batch norm below a sum, if nobody has taken its sums yet: whoever reads the gradient anyway,
+            the first one, may, and leave them as ``norm`` and ``parts``.
     """
 
-    __slots__ = ("array", "dy", "function", "norm", "parts", "relu", "term", "y")
+    __slots__ = ("array", "dy", "function", "norm", "other", "parts", "relu", "term", "y")
 
     def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None, function: Function = RELU):
         self.dy, self.y, self.term, self.function, self.array = dy, y, term, function, None
-        self.relu, self.norm, self.parts = "", "", None
+        self.relu, self.norm, self.parts, self.other = "", "", None, None
 
     @classmethod
-    def masked(cls, array: Any, relu: str, norm: str = "", parts: Any = None) -> MaskedGradient:
+    def masked(
+        cls, array: Any, relu: str, norm: str = "", parts: Any = None, other: Normalized | None = None
+    ) -> MaskedGradient:
         """One that is masked for the layer ``relu`` already, with what was taken for the layer ``norm``."""
         gradient = cls(array)
         gradient.array, gradient.relu, gradient.norm, gradient.parts = array, relu, norm, parts
+        gradient.other = other
         return gradient
 
     @property

@@ -13,6 +13,7 @@ import numpy as np
 
 from minidl import cuda as ops
 from minidl.cuda import all_reduce, ceiling
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.spin import spin
 from minidl.precision import bfloat16, float16, float32
 
@@ -70,6 +71,7 @@ def call_batch_norm() -> None:
             assert ops.batch_norm_concat([stats, stats]).shape == (1 + 4 * channels,)
             moments, count = ops.batch_norm_finalize(stats, 1e-5, running_mean=mean, running_var=var, momentum=0.1)
             ops.batch_norm_finalize(ops.empty((4, 1 + 2 * channels), np.float64), 1e-5)
+            ops.batch_norm_finalize(ops.batch_norm_stats(x, finish=False), 1e-5, running_mean=mean)
             ops.batch_norm_eval_moments(mean, var, 1e-5)
             sums = ops.batch_norm_backward_stats(x, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=True)
             ops.batch_norm_backward_stats(ops.empty(x.shape, dtype), x, moments)
@@ -81,6 +83,9 @@ def call_batch_norm() -> None:
                 for known in ((sums, count), (None, None)):
                     ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, *known, add=add)
             ops.batch_norm_apply(x, moments, add=x, add_moments=moments, add_gamma=gamma, relu=True)
+            assert (
+                ops.batch_norm_backward_apply_stats(x, x, moments, gamma, sums, count, x, moments)[0].shape == x.shape
+            )
             ops.batch_norm_activate_backward_stats(x, x, moments, gamma, beta, dgamma=dgamma)
             ops.batch_norm_join_backward_stats(x, x, x, moments, dbeta=dbeta)
             for other in ({}, {"add_moments": moments, "add_gamma": gamma, "add_beta": beta}):
@@ -90,6 +95,19 @@ def call_batch_norm() -> None:
                 ops.batch_norm_join_backward_stats(x, signs, x, moments, dgamma=dgamma)
                 for add in (None, x):
                     assert ops.relu_backward(x, signs, add=add).shape == x.shape
+        for count in (5, 600, 5000):
+            sums, squares = ops.empty((count, 2, 24), float32), ops.empty((count, 24), float32)
+            means = ops.empty((count, 24), np.float64)
+            for parts in (Parts(sums, count), Parts(means, 10 * count, squares, 10)):
+                assert ops.batch_norm_finalize(parts, 1e-5)[0].shape == (2, 24)
+                assert ops.batch_norm_merge(parts).shape == (49,)
+                both = ops.batch_norm_concat([ops.empty(17, np.float64), parts])
+                assert ops.batch_norm_finalize(both, 1e-5)[0].shape == (2, 32)
+            assert ops.batch_norm_backward_sums(sums, ops.empty((2, 24), float32)).shape == (2, 24)
+        wide, moments = ops.empty((600, 2, 512), float32), ops.empty((2, 512), float32)
+        ops.batch_norm_finalize(Parts(wide, 600), 1e-5)
+        ops.batch_norm_merge(Parts(wide, 600))
+        ops.batch_norm_backward_sums(wide, moments)
         # Every function with the widest vectors; the other widths with a ReLU above: they do not meet in the kernels.
         x = next(activations(dtype))
         moments, gamma, beta = ops.empty((2, x.shape[-1]), np.float32), *parameters(*[x.shape[-1]] * 2)

@@ -226,6 +226,31 @@ def test_backward_apply_equals_the_reference(ops, rng, dtype, shape, with_add, t
     assert_close(ops.to_host(dx), expected, dtype, terms=4)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_backward_apply_with_the_sums_of_another(ops, rng, dtype, shape, layout):
+    """The bits of its own pass; and sums that equal the reference, and are the same each time."""
+    dy, x, other = (draw(rng, shape, dtype) for _ in range(3))
+    moments, other_moments = random_moments(rng, shape[-1]), random_moments(rng, shape[-1])
+    gamma, _ = vectors(rng, shape[-1])
+    sums, count = rng.standard_normal((2, shape[-1])), np.array([10.0 + np.prod(shape[:-1])])
+    dy_, x_, other_ = (place(ops, array, layout) for array in (dy, x, other))
+    facts = list(map(ops.from_host, (moments, gamma, sums, count)))
+    beside = ops.from_host(other_moments)
+    expected = reference.backward_stats(dy, other, other_moments.astype(np.float64))
+    found = []
+    for given in (facts, [facts[0], None, *facts[2:]], facts):
+        dx, parts = ops.batch_norm_backward_apply_stats(dy_, x_, *given, other_, beside)
+        assert dx.dtype == dtype
+        assert_same(ops.to_host(dx), ops.to_host(ops.batch_norm_backward_apply(dy_, x_, *given)))
+        gradients = [ops.empty(shape[-1:], float32) for _ in range(2)]
+        total = ops.batch_norm_backward_sums(parts, beside, dgamma=gradients[0], dbeta=gradients[1])
+        assert_close(ops.to_host(total), expected, float32, terms=int(np.prod(shape[:-1])), scale=4.0)
+        assert_close(np.stack([ops.to_host(g) for g in gradients[::-1]]), ops.to_host(total), float32)
+        found.append(ops.to_host(total).tobytes())
+    assert len(set(found)) == 1
+
+
 def test_backward_apply_without_gamma(ops, rng):
     dy, x, moments = draw(rng, (20, 7), float32), draw(rng, (20, 7), float32), random_moments(rng, 7)
     sums = rng.standard_normal((2, 7))

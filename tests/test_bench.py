@@ -207,8 +207,7 @@ def test_peers_stand_beside_the_pass_they_did(cpu_ops):
 
 NORM_KERNELS = [
     "batch_norm.batch_norm_stats_kernel",
-    "batch_norm_merge.batch_norm_merge_kernel",
-    "batch_norm_merge.batch_norm_finalize_kernel",
+    "batch_norm_merge.batch_norm_moments_kernel",
     "batch_norm.batch_norm_apply_kernel",
 ]
 

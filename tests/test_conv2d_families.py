@@ -241,6 +241,30 @@ def test_more_images_never_take_less_time():
             assert row == sorted(row) and row[0] < row[-1], (name, row)
 
 
+@pytest.mark.parametrize(("size", "stride", "kernel"), [(14, 2, 3), (28, 2, 1), (9, 3, 3), (15, 3, 2)])
+def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stride, kernel):
+    """Tile by tile, as `within_class` of conv2d_hopper.cu looks up which of a class it is."""
+    conv = convolution("test", (40, size, size, 136), (192, kernel, kernel, 136), (stride,) * 2, (1, 1), (1, 1), 1)
+    walks, device = conv2d_walk.walks_of(conv, True), BUILT_IN["H200"]
+    for tile in conv2d_hopper_tiles.TILES:
+        group, columns, most = device.multiprocessors * tile.resident, ceil_div(136, tile.columns), 0
+        for launch in (walks[i : i + 4] for i in range(0, len(walks), 4)):
+            tiles = [ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch]
+            stages = [h.taps * w.taps * 3 for h, w in launch]
+            count = max(1, sum(stage > 0 for stage in stages))
+            cycles, found = min(tiles[:count]) // group, [0] * device.multiprocessors
+            for index in range(sum(tiles)):
+                cycle, part = divmod(index // group, count)
+                left, rest = index - cycles * group * count, 0
+                if cycle >= cycles:
+                    part = 0
+                    while left >= (rest := tiles[part] - (cycles * group if part < count else 0)):
+                        left, part = left - rest, part + 1
+                found[index % group % device.multiprocessors] += stages[part]
+            most += max(found)
+        assert conv2d_hopper_tiles._most(conv, tile, device, 1) == most, tile.name
+
+
 def test_what_lies_across_cache_lines_is_known():
     """Pixels of 48 channels, 96 bytes: every second one lies in two lines. Of 96: one of four stages."""
     reads = conv2d_walk.reads

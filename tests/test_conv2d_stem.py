@@ -16,6 +16,7 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
+from tests.test_conv2d_families import poison
 from tests.test_conv2d_ops import Case, cases, draws, pitched, put, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
 
@@ -73,14 +74,15 @@ def _conv(case: Case):
 
 
 def test_the_family_is_chosen_by_sizes_and_type():
-    def kernels(case, dtype):
+    def kernels(case, dtype, tf32=0):
         with dry_run() as log:
-            cuda.conv2d(cuda.empty(case.x, dtype), cuda.empty(case.w, dtype), **case.options)
+            cuda.conv2d(cuda.empty(case.x, dtype), cuda.empty(case.w, dtype), **case.options, tf32=tf32)
         return {launch.stem for launch in log.launches}
 
     for case in PLANNED:
         assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem"}
-        assert "conv2d_stem" not in kernels(case, float32)
+        assert kernels(case, float32, tf32=1) == {"conv2d_stem"}
+        assert "conv2d_stem" not in kernels(case, float32) | kernels(case, float32, tf32=3)
         with family("generic"):
             assert "conv2d_stem" not in kernels(case, bfloat16)
 
@@ -105,7 +107,7 @@ def test_a_forced_family_refuses_what_it_cannot_do(case):
         with pytest.raises(ValueError, match="stem"):
             out = cuda.empty(case.w, np.float32)
             cuda.conv2d_backward_weight(cuda.empty(case.y, bfloat16), x, **case.options, out=out)
-    assert not conv2d_stem.applies(_conv(case), bfloat16)
+    assert not any(conv2d_stem.applies(_conv(case), which, 1) for which in ("forward", "backward_weight"))
 
 
 def test_the_family_has_no_data_gradient():
@@ -118,7 +120,7 @@ def test_the_family_has_no_data_gradient():
 def _length(defines):
     """Values of a row in shared memory, as stem.cuh works them out."""
     window, step = defines["KERNEL_W"] * defines["CHANNELS"], defines["STRIDE_W"] * defines["CHANNELS"]
-    lead = 0 if "TILE_M" in defines else max(step % 2, defines["LEAD"])
+    lead = 0 if "TILE_M" in defines or not defines["DTYPE"] else max(step % 2, defines["LEAD"])
     return -(-(7 + (defines["TILE_Q"] - 1) * step + -(-(window + lead) // 8) * 8) // 8) * 8
 
 
@@ -126,9 +128,9 @@ def _length(defines):
 @cases(PLANNED)
 def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     conv = _conv(case)
-    forward = conv2d_stem.plan_forward(conv, 1, (1, 1), device)
+    forwards = [conv2d_stem.plan_forward(conv, code, (1, 1), device) for code in (0, 1)]
     weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (1, 1), device)
-    for plan in (forward, weight):
+    for plan in (*forwards, weight):
         problem, defines = plan.problem[0], plan.defines
         assert problem["segments"] * defines["TILE_Q"] >= conv.out_width
         assert problem["first"] % 8 == 0 and 0 <= problem["shift"] < 8
@@ -136,10 +138,11 @@ def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
         step = defines["TILE_Q"] * defines["STRIDE_W"] * defines["CHANNELS"]
         assert step % 8 == 0, "rows of every segment start at a multiple of eight, too"
         assert plan.shared + 1024 <= device.shared_per_block
-    problem, defines = forward.problem[0], forward.defines
-    rows = (defines["TILE_P"] - 1) * conv.stride[0] + conv.kernel[0]
-    assert problem["strips"] * problem["strip_tiles"] * defines["TILE_P"] >= conv.out_height
-    assert forward.shared >= 2 * rows * _length(defines) * 2
+    for forward, itemsize in zip(forwards, (4, 2), strict=True):
+        problem, defines = forward.problem[0], forward.defines
+        rows = (defines["TILE_P"] - 1) * conv.stride[0] + conv.kernel[0]
+        assert problem["strips"] * problem["strip_tiles"] * defines["TILE_P"] >= conv.out_height
+        assert forward.shared >= 2 * rows * _length(defines) * itemsize
     problem, defines = weight.problem[0], weight.defines
     assert problem["strips_p"] * problem["strip_rows"] >= conv.out_height
     assert problem["strips"] == conv.images * problem["segments"] * problem["strips_p"]
@@ -157,7 +160,7 @@ def test_every_size_fits_the_smallest_device(channels):
         x, padding = (2, 40, width, channels), tuple(size // 2 for size in kernel)
         conv = convolution("test", x, (filters, *kernel, channels), stride, padding, (1, 1), 1)
         for plan in (
-            conv2d_stem.plan_forward(conv, 1, (1, 1), device),
+            *(conv2d_stem.plan_forward(conv, code, (1, 1), device) for code in (0, 1)),
             conv2d_stem.plan_weight(conv, 1, filters, (1, 1), device),
         ):
             assert plan.shared + 1024 <= device.shared_per_block
@@ -238,6 +241,33 @@ def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, d
         monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{name}"], "empty", poisoned)
     for a, b in zip(expected, run(), strict=True):
         assert np.array_equal(a, b)
+
+
+@cases(CASES)
+def test_the_output_in_tf32_equals_the_definition_wherever_arrays_lie(stem, case, rng, monkeypatch):
+    x, w, _ = draws(rng, case, float32)
+    bias, options = draw(rng, case.w[0], np.float32), case.options | {"tf32": 1}
+    y = stem.to_host(stem.conv2d(*put(stem, x, w, bias), **options))
+    expected = reference.conv2d(x, w, bias, **case.options)
+    assert_close(y, expected, float32, terms=case.terms[0] + 1, scale=4, tf32=True)
+    rectified = stem.to_host(stem.conv2d(*put(stem, x, w, bias), **options, relu=True))
+    assert np.array_equal(rectified, np.maximum(y, 0))
+    flat = stem.from_host(np.concatenate([np.full(1, np.nan, float32), x.reshape(-1)]))
+    poison(monkeypatch)
+    for place in (pitched(stem, x), flat[1:].reshape(x.shape)):
+        assert np.array_equal(stem.to_host(stem.conv2d(place, *put(stem, w, bias), **options)), y)
+
+
+@cases(PLANNED)
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_not_finite_stays_in_its_neighbourhood_in_tf32(stem, case, rng, value):
+    x, w, _ = draws(rng, case, float32)
+    for place in ((0, 0, 0, 0), (-1, -1, -1, -1), (0, x.shape[1] // 2, x.shape[2] // 2, x.shape[3] // 2)):
+        hurt = x.copy()
+        hurt[place] = value
+        y = stem.to_host(stem.conv2d(*put(stem, hurt, w), **case.options, tf32=1))
+        with np.errstate(invalid="ignore"):
+            assert (np.isfinite(y) == np.isfinite(reference.conv2d(hurt, w, **case.options))).all()
 
 
 @cases(PLANNED)

@@ -16,6 +16,7 @@ from minidl.shapes import ceil_div
 from tests.convolutions import (
     EVERY,
     bits_of_dense_arrays,
+    both,
     equals_definition,
     exact_on_whole_numbers,
     exact_weight_gradient,
@@ -28,6 +29,8 @@ from tests.convolutions import (
 )
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw
+
+EVERY_HALF = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
 
 def _case(pixels: tuple[int, int, int], channels: int, filters: int) -> Case:
@@ -42,6 +45,10 @@ CASES = [
     _case((2, 9, 8), 48, 8), _case((1, 9, 8), 130, 9), _case((1, 9, 8), 64, 15), _case((1, 11, 12), 520, 16),
     _case((2, 9, 8), 1, 24), _case((1, 9, 8), 4, 36), _case((1, 9, 8), 7, 33), _case((1, 9, 8), 10, 260),
     _case((2, 40, 41), 72, 12), _case((2, 40, 41), 13, 200),
+]  # fmt: skip
+HALVES = [
+    _case((2, 9, 8), 24, 144), _case((2, 9, 8), 144, 24), _case((1, 9, 8), 32, 130), _case((2, 5, 7), 200, 31),
+    _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
 
@@ -71,18 +78,28 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
             assert not set(mine[:3]) & set(stems_of(other, dtype)), other.name
     assert stems_of(_case((32, 256, 256), 64, 2), float32, tf32=1) == mine
     assert not set(mine[:3]) & set(stems_of(_case((32, 256, 256), 64, 16), bfloat16)), "as fast, and with fusions"
-    for channels, filters in ((16, 96), (96, 16), (16, 80)):  # rows that leave a stage of Hopper's kernels half empty
+    # Rows that leave a stage of Hopper's kernels half empty.
+    for channels, filters in ((16, 96), (96, 16), (16, 80)):
         assert stems_of(_case((32, 256, 256), channels, filters), bfloat16)[:2] == mine[:2]
         assert mine[2] not in stems_of(_case((32, 256, 256), channels, filters), bfloat16)
+    for channels, filters, thin in ((24, 144, 0), (144, 24, 1)):  # beyond 16 only what writes the wide rows
+        found = stems_of(_case((32, 256, 256), channels, filters), bfloat16)
+        assert [stem == "conv2d_thin" for stem in found[:2]] == [thin == 0, thin == 1]
 
 
 @pytest.mark.parametrize(
-    "case", [_case((1, 9, 9), 32, 17), Case("3x3", (1, 9, 9, 64), (2, 3, 3)), _case((1, 9, 9), 8192, 16)]
+    "case", [_case((1, 9, 9), 40, 33), Case("3x3", (1, 9, 9, 64), (2, 3, 3)), _case((1, 9, 9), 8192, 16)]
 )
 def test_what_they_cannot_do_is_refused(case):
     with family("thin"), pytest.raises(ValueError, match="family"):
         stems_of(case, bfloat16)
     assert not conv2d_thin.applies(plan_of(case), 1)
+
+
+def test_more_than_sixteen_are_for_16_bits_and_no_weight_gradient():
+    conv = plan_of(_case((1, 9, 9), 32, 17))
+    assert conv2d_thin.applies(conv, 1) and not conv2d_thin.applies(conv, 1, weight=True)
+    assert not conv2d_thin.applies(conv, 0)
 
 
 @pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -101,6 +118,15 @@ def test_blocks_take_every_row_once_and_chunks_do_not_depend_on_the_device(case,
 
 
 # ------------------------------------------------------------------------------------------------------- on a GPU
+
+
+@cases(HALVES)
+@EVERY_HALF
+def test_output_and_data_gradient_beyond_sixteen_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
+    exact_on_whole_numbers(thin, case, storage, rng, both)
+    bits_of_dense_arrays(thin, case, storage, rng, both)
+    keeps_nonfinite_apart(thin, case, storage, rng, both)
+    writes_its_output_alone(thin, case, storage, rng, both, monkeypatch, ("conv2d", "conv2d_thin"), 2)
 
 
 @cases(CASES)

@@ -212,6 +212,32 @@ def test_large_products_keep_the_multiprocessors_busy():
         assert planned.grid >= WORKERS // 2 or steps // chunks < 16
 
 
+def test_blocks_in_either_order_have_every_tile_and_neighbours_share_the_larger_array():
+    for (filters, channels), division in itertools.product(((256, 128), (128, 256)), ((2, 1), (1, 2))):
+        conv = convolution("test", (8, 28, 28, channels), (filters, 1, 1, channels), (1, 1), (0, 0), (1, 1), 1)
+        forced = hopper.TILES[-1], hopper.Division(*division)
+        problem = hopper.plan(conv, 1, (channels, filters), 4, False, forced).problem[0]
+        down, across, turn_m, turn_n = (int(problem[name]) for name in ("tiles_m", "tiles_n", "turn_m", "turn_n"))
+        tiles = [(i // turn_m % down, i // turn_n % across) for i in range(down * across)]
+        assert len(set(tiles)) == down * across == filters * channels // 64**2
+        shared = int((channels > filters) != (division[1] > 1))  # columns, of x; of clusters the other way round
+        assert tiles[0][shared] == tiles[1][shared] and tiles[0][1 - shared] != tiles[1][1 - shared]
+
+
+def test_partial_sums_hold_little_more_than_the_gradient():
+    """A small layer's would else be many times its size, a tile each: work space that a step must have room for."""
+    sizes = itertools.product((8, 16, 40, 64, 144), (8, 16, 32, 48, 96), (1, 3), (0, 1))
+    for filters, channels, kernel, tf32 in sizes:
+        w, pad = (filters, kernel, kernel, channels), (kernel // 2,) * 2
+        conv = convolution("test", (16, 32, 32, channels), w, (1, 1), pad, (1, 1), 1)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
+        if planned.summed is None:
+            continue
+        held = -(-filters // 16) * kernel**2 * -(-channels // 16) * 256
+        one = filters <= 64 and channels <= 64 and not tf32  # tile of rows, span of channels
+        assert planned.summed.values <= (1.3 if one else 3) * planned.parts * held, conv
+
+
 def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
     def pays(channels, kernel, tf32=0):
         w = 64, *kernel, channels
@@ -224,17 +250,22 @@ def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
 
 @EVERY_TILE
 def test_every_tile_compiles_and_fits(tile, tf32):
-    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters."""
+    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters; partial
+    sums that hold little of a tile."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
-    kinds = ((1, 1, (1, 1), 1), (2, 1, (2, 2), 4), (1, 2, (2, 1), 4), (2, 2, (1, 2), 4), (1, 1, (3, 1, 2), 4))
-    for code, stride, division, vec_y in kinds:
+    much, little = (512, 64), (40, 24)
+    kinds = (
+        (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
+        (1, 1, (3, 1, 2), 4, much), (1, 1, (2, 2), 4, little), (2, 1, (4, 1), 4, little),
+    )  # fmt: skip
+    for code, stride, division, vec_y, (filters, channels) in kinds:
         if len(division) > 2 and not hopper.shares(tile, tf32):
             continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
-        conv = convolution("test", (4, 16, 16, 64), (512, *kernel, 64), strides, (0, 0), (1, 1), 1)
-        forced = tile, hopper.Division(*division)
-        planned = hopper.plan(conv, 0 if tf32 else code, (64, 512), vec_y, False, forced, tf32=tf32)
+        conv = convolution("test", (4, 16, 16, channels), (filters, *kernel, channels), strides, (0, 0), (1, 1), 1)
+        forced, pitches = (tile, hopper.Division(*division)), (channels, filters)
+        planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, tf32=tf32)
         variants.add((planned.stem, tuple(planned.defines.items())))
         if planned.summed:
             variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))

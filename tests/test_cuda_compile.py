@@ -142,20 +142,31 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+    for shape, filters, kernel, stride, padding in STEMS:
+        where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "tf32": 1}
+        x, w = ops.empty(shape, float32), ops.empty((filters, *kernel, shape[-1]), float32)
+        ops.conv2d(x, w, *_parameters(filters), **where)
+        ops.conv2d(x, w, relu=True, **where)
+        ops.conv2d(ops.empty(x.size + 1, float32)[1:].reshape(shape), w, **where)
 
 
 def call_conv2d_thin() -> None:
     where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
     few = [(64, 2, 0), (64, 2, 8), (40, 7, 4), (72, 8, 0), (130, 15, 1), (520, 16, 0), (3, 33, 1)]
+    few += [(24, 144, 0), (144, 32, 8), (200, 25, 1)]  # of 16-bit types, and no weight gradient
     for (dtype, tf32), (channels, filters, moved) in itertools.product(
         ((bfloat16, 0), (float16, 0), (float32, 0), (float32, 1)), few
     ):
+        more = min(channels, filters) > 16
+        if more and dtype == float32:
+            continue
         x, dy = (ops.empty((300, 16, 16, c + moved), dtype)[..., moved:] for c in (channels, filters))
         w, bias = ops.empty((filters, 1, 1, channels), dtype), ops.empty(filters, np.float32)
         with family("thin"):
             ops.conv2d(x, w, bias, relu=moved == 1, **where, tf32=tf32)
             ops.conv2d_backward_data(dy, w, x.shape, add=x if moved else None, **where, tf32=tf32)
-            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
+            if not more:
+                ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
 
 
 def call_conv2d_small() -> None:
@@ -265,8 +276,9 @@ def _problems(launch, kernel, device) -> Iterator[str]:
 # What reads or writes global memory on sm_90, by the operation's lowest 9 bits; the others are its operands' kinds:
 # LD, LDG, ST, STG, ATOM, RED, ATOMG, LDGSTS, UTMALDG, UTMASTG, UTMAREDG, UBLKCP.
 _GLOBAL = [0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A8, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA]
-# Touches no memory; and kernels that meet other GPUs, before which a stream waits for another one anyway.
-WITHOUT_WAIT = {"spin", "all_reduce"}
+# Touches no memory; kernels that meet other GPUs, before which a stream waits for another one anyway; and one whose
+# blocks must be dealt out in order, to idle multiprocessors.
+WITHOUT_WAIT = {"spin", "all_reduce", "conv2d_weight_hopper"}
 
 
 def _hasty(stem, name, opcodes) -> str | None:

@@ -93,6 +93,8 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         ("batch_norm_backward_apply", "backward_data", 3,
          ours(lambda dy, x, m, g: ops.batch_norm_backward_apply(dy, x, m, g, zero_sums, count), 2),
          torch_peer(lambda dy, x, g: torch_function("batch_norm_backward_elemt")(dy, x, g, g, g, g, g, g.int()), 2)),
+        ("batch_norm_backward_apply_stats", "backward_data", 4,
+         ours(lambda dy, x, z, m, g: ops.batch_norm_backward_apply_stats(dy, x, m, g, zero_sums, count, z, m), 3), {}),
         ("batch_norm_join", "forward", 3 + signed,
          ours(lambda x, z, m, g: ops.batch_norm_join(x, m, g, g, z), 2), {}),
         ("batch_norm_join of two", "forward", 3 + signed,

@@ -22,6 +22,7 @@ __all__ = [
     "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
+    "batch_norm_backward_apply_stats",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_concat",
@@ -34,8 +35,8 @@ __all__ = [
 ]
 
 
-def batch_norm_stats(x: Array) -> Array:
-    """Statistics of ``x`` (..., C) over all but the last axis.
+def batch_norm_stats(x: Array, *, finish: bool = True) -> Array:
+    """Statistics of ``x`` (..., C) over all but the last axis; ``finish`` is for GPUs, where merging takes a kernel.
 
     Returns:
         (1 + 2C,) float64: the count, C means, C sums of squared deviations from them; zeros when ``x`` is empty.
@@ -75,7 +76,7 @@ def batch_norm_finalize(
 
 
 def batch_norm_merge(stats: Array) -> Array:
-    """Statistics of ``conv2d_stats`` as `batch_norm_stats` has them, which they are here."""
+    """Statistics that were left unfinished as `batch_norm_stats` has them, which they are here."""
     return stats
 
 
@@ -269,6 +270,28 @@ def batch_norm_backward_apply(
     add_rows = None if add is None else rows_float32(add)
     _batch_norm.backward_apply(dy_rows, x_rows, moments, gamma, sums, total, add_rows, dx)
     return stored(dx, dy.shape, dy.dtype)
+
+
+def batch_norm_backward_apply_stats(
+    dy: Array,
+    x: Array,
+    moments: Array,
+    gamma: Array | None,
+    sums: Array,
+    count: Array,
+    other: Array,
+    other_moments: Array,
+) -> tuple[Array, Array]:
+    """`batch_norm_backward_apply`, and `batch_norm_backward_stats` of ``dy`` with a second batch norm's input.
+
+    Args:
+        other, other_moments: that input, the other summand of a sum whose gradient is ``dy``, and moments.
+
+    Returns:
+        The gradient of ``x``; and the sums, for `batch_norm_backward_sums` of the second batch norm.
+    """
+    dx = batch_norm_backward_apply(dy, x, moments, gamma, sums, count)
+    return dx, batch_norm_backward_stats(dy, other, other_moments)
 
 
 def batch_norm_activate_backward_apply(

@@ -292,11 +292,11 @@ DEVICE i64 tail_element(const Walk& walk) {
     return (blockIdx.x | blockIdx.y | threadIdx.y) == 0 && i < walk.size ? i : -1;
 }
 
-// Walks the rows of a share in groups: first all loads of a group, then all stores, so that DEPTH loads are in flight.
-// load(u, row) and store(u, row) are called for rows that exist.
+// Walks the rows of a share from `first` on in groups: first all loads of a group, then all stores, so that DEPTH loads are
+// in flight. load(u, row) and store(u, row) are called for rows that exist.
 template <int DEPTH, class Load, class Store>
-DEVICE void for_rows(const Share& at, Load load, Store store) {
-    for (int row = at.row; row < at.rows; row += at.stride) {
+DEVICE void for_rows(const Share& at, int first, Load load, Store store) {
+    for (int row = first; row < at.rows; row += at.stride) {
         if (row + (DEPTH - 1) * at.step < at.rows) {
 #pragma unroll
             for (int u = 0; u < DEPTH; ++u) load(u, row + u * at.step);
@@ -311,4 +311,27 @@ DEVICE void for_rows(const Share& at, Load load, Store store) {
                 if (row + u * at.step < at.rows) store(u, row + u * at.step);
         }
     }
+}
+
+template <int DEPTH, class Load, class Store>
+DEVICE void for_rows(const Share& at, Load load, Store store) {
+    for_rows<DEPTH>(at, at.row, load, store);
+}
+
+// The same for a share of some rows, where prepare() waits for loads of its own, of parameters: with EARLY those of the
+// first group are under way before, in registers that prepare() then lacks.
+template <int DEPTH, bool EARLY, class Load, class Prepare, class Store>
+DEVICE void for_rows_prepared(const Share& at, Load load, Prepare prepare, Store store) {
+    if constexpr (!EARLY) {
+        prepare();
+        return for_rows<DEPTH>(at, load, store);
+    }
+    // In place of rows that do not exist the last one is read: branches would hold up the loads behind them.
+#pragma unroll
+    for (int u = 0; u < DEPTH; ++u) load(u, min(at.row + u * at.step, at.rows - 1));
+    prepare();
+#pragma unroll
+    for (int u = 0; u < DEPTH; ++u)
+        if (at.row + u * at.step < at.rows) store(u, at.row + u * at.step);
+    for_rows<DEPTH>(at, at.row + at.stride, load, store);
 }

@@ -371,9 +371,21 @@ DEVICE int cluster_rank() {
     return static_cast<int>(rank);
 }
 
-// All threads of the cluster that have not exited; what they wrote to shared memory before is seen by all after.
+// All threads of the cluster that have not exited; what they wrote to shared memory before is seen by all after. In two
+// halves: who arrives goes on until it must know that all have.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    cluster_arrive();
+    cluster_wait();
+}
+
+// Into another block's shared memory, at this block's address of the same.
+DEVICE void store_in_block(u32 address, int rank, double value) {
+    asm volatile("{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n st.shared::cluster.f64 [there], %2;\n}" ::"r"(
+                     address),
+                 "r"(rank), "d"(value)
+                 : "memory");
 }
 
 // What another block has at the same address.

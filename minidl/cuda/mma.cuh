@@ -77,18 +77,22 @@ __device__ __forceinline__ void mma_tf32(float (&c)[4], const unsigned int (&a)[
 }
 
 // Half the depth: the first two words of a, the first of b.
-#define MINIDL_MMA_HALF(TYPE)                                                                                    \
-    asm("mma.sync.aligned.m16n8k8.row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "        \
+#define MINIDL_MMA_HALF(SHAPE, TYPE)                                                                             \
+    asm("mma.sync.aligned." SHAPE ".row.col.f32." TYPE "." TYPE ".f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, "      \
         "{%0, %1, %2, %3};"                                                                                      \
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                         \
         : "r"(a[0]), "r"(a[1]), "r"(b[0]))
 
 __device__ __forceinline__ void mma_bf16_half(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    MINIDL_MMA_HALF("bf16");
+    MINIDL_MMA_HALF("m16n8k8", "bf16");
 }
 
 __device__ __forceinline__ void mma_f16_half(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
-    MINIDL_MMA_HALF("f16");
+    MINIDL_MMA_HALF("m16n8k8", "f16");
+}
+
+__device__ __forceinline__ void mma_tf32_half(float (&c)[4], const unsigned int (&a)[4], const unsigned int (&b)[2]) {
+    MINIDL_MMA_HALF("m16n8k4", "tf32");
 }
 
 #undef MINIDL_MMA

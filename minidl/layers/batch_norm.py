@@ -132,7 +132,7 @@ class BatchNorm2d(AffineNorm):
             text = f"training needs more than one value per channel, got x of shape {x.shape}"
             raise checks.impossible(self.name, text, "use a larger batch or evaluation mode")
         if stats is None:
-            stats = self.ops.batch_norm_stats(x)
+            stats = self.ops.batch_norm_stats(x, finish=False)
         if self._joined is not None:
             stats = self._joined.all_gather(self.ops.batch_norm_merge(stats))
         return self.ops.batch_norm_finalize(stats, self.eps, **self.buffers, momentum=self.momentum)
@@ -177,8 +177,14 @@ class BatchNorm2d(AffineNorm):
             assert dy.term is not None, "backward_weight has masked the gradient of a join"
             facts = dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count
             return self.ops.batch_norm_activate_backward_apply(*facts, *dy.function[:2], add=add)
-        dy = finished(self.ops, dy)
-        return self.ops.batch_norm_backward_apply(dy, kept.x, kept.moments, weight, sums, kept.count, add=add)
+        facts = kept.x, kept.moments, weight, sums, kept.count
+        if isinstance(dy, MaskedGradient) and dy.other is not None:
+            other, dy.other = dy.other, None  # the second batch norm to come takes nobody's sums
+            if dy.norm == self.name and sums is not None and add is None:
+                dx, dy.parts = self.ops.batch_norm_backward_apply_stats(dy.array, *facts, other.raw, other.moments)
+                dy.norm = other.owner
+                return dx
+        return self.ops.batch_norm_backward_apply(finished(self.ops, dy), *facts, add=add)
 
     def describe(self) -> str:
         sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""

@@ -72,10 +72,14 @@ class _Convolution(Layer):
         norms = [term for term in origin.terms if isinstance(term, Normalized)]
         if not norms:
             return {}
-        norm, sole = norms[0], len(origin.terms) == 1
+        # Of a block and its projection the later one, whose backward pass comes first, and takes the sums of the other.
+        norm, sole, others = norms[-1], len(origin.terms) == 1, norms[:-1]
         # The parameters are no activations: as a tuple they stay where they are.
         facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
-        return {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": x.signs}
+        kept = {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": x.signs}
+        if others:
+            kept |= {"other": others[0].owner, "other_raw": others[0].raw, "other_moments": others[0].moments}
+        return kept
 
     def _masked(self, dy: Any, kept: Any, **options: Any) -> Any:
         """The input's gradient, masked and summed for what `_below` kept where a kernel does this on the way."""
@@ -85,7 +89,10 @@ class _Convolution(Layer):
             dy, self.params["weight"], kept.raw, kept.moments, *affine, **output, **self.geometry, tf32=self.tf32,
             **options,
         )  # fmt: skip
-        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts)
+        other = None
+        if hasattr(kept, "other"):
+            other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
+        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts, other)
 
     def describe(self) -> str:
         parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]

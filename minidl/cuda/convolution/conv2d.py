@@ -40,7 +40,7 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
 from minidl.cuda.convolution.widen import narrow, wide_channels, widen
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_stats
+from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
 from minidl.precision import float32
@@ -120,8 +120,8 @@ def conv2d_stats(
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     y, stats = _forward("conv2d_stats", x, w, bias, geometry, norm, tf32, packed, statistics=True, out=out)
     if stats is None:
-        return y, batch_norm_stats(y)
-    return y, stats.statistics() if finish else stats
+        return y, batch_norm_stats(y, finish=finish)
+    return y, batch_norm_merge(stats) if finish else stats
 
 
 def _forward(
@@ -404,11 +404,11 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         grouped = conv2d_grouped.applies(conv, code, backward)
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
         pays = conv2d_hopper.pays(wide, code, backward)
-    stem = not backward and conv2d_stem.applies(conv, STORAGE[code])
-    thin = conv2d_thin.applies(conv, code)
+    stem = conv2d_stem.applies(conv, which, code, tf32)
+    thin = conv2d_thin.applies(conv, code, which == "backward_weight")
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    rather = conv2d_thin.pays(conv, code, tf32, which == "backward_weight", hopper and pays)
+    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
     tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
     slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
     return fits, tuple(name for name, slow in slower.items() if slow)

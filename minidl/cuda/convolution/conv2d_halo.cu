@@ -19,7 +19,7 @@
 //                conv2d_turn.cu has turned to (K, taps, C)
 //   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window; of signs (S, W, H, N) bytes: 16 x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
-// from which conv2d_statistics.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
+// from which batch_norm_merge.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
 // pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //

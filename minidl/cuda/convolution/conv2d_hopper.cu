@@ -20,7 +20,7 @@
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
 // With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
-// (patches, 2, columns), from which conv2d_statistics.cu goes on.
+// (patches, 2, columns), from which batch_norm_merge.cu goes on.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
 // whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as

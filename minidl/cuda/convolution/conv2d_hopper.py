@@ -18,10 +18,10 @@ from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
-from minidl.cuda.convolution.conv2d_hopper_views import CLASSES, spread_out, views_of
+from minidl.cuda.convolution.conv2d_hopper_views import spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.convolution.conv2d_statistics import added_up, sums_of
 from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
     STAGE_ROW,
     Planned,
     Walk,
@@ -37,6 +37,7 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
@@ -343,7 +344,7 @@ def forward_fused(
     """Forward pass into ``output`` together with what lies around it.
 
     Args:
-        statistics: return those of the output, as `Sums`; where `takes_statistics`.
+        statistics: return those of the output, as `Parts`; where `takes_statistics`.
         below: the batch norm and the ReLU that make the input of ``x``; where `normalizes`.
         packed: make it in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded to
             the dtype of x: before its one rounding off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of
@@ -357,7 +358,7 @@ def forward_fused(
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, *rest)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
     start(one, w, x, output, None, bias, partial, below or NOTHING)
-    return added_up(partial, math.prod(conv.y_shape[:3])) if statistics else None
+    return Parts(partial, math.prod(conv.y_shape[:3])) if statistics else None
 
 
 def masks(conv: Convolution, code: int, choice: Choice | None = None, backward: bool = True) -> bool:
@@ -386,7 +387,7 @@ def masked_gradient(
     (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, **how)
     partial = empty((one.patches, 2, columns_of(conv, backward)), float32) if masked != ALONE else None
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
-    return None if partial is None else sums_of(partial)
+    return partial
 
 
 def start(

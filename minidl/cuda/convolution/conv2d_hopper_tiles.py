@@ -6,10 +6,21 @@ import functools
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES, HaloTile, halo_applies, windows_of
 from minidl.cuda.convolution.conv2d_plan import Convolution
-from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of, reads, walks_of
+from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
+    STAGE_ROW,
+    columns_of,
+    depth_of,
+    is_flat,
+    itemsize_of,
+    reads,
+    walks_of,
+)
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import ceil_div
 
@@ -92,10 +103,12 @@ ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
 # the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`).
+# starts within a sector (see `reads`): once for a pixel, as what one of its stages leaves of a line the next finds.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
-ROW, CROSSING, ODD = 1.0e-5, 2.8e-5, 2.0e-5
+ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
+# Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
+FIRST = 3.0
 # What a window's stage is spared of products where the depth is less.
 SHALLOW = 0.8
 # How much longer a window's stage takes of float32 where other output channels fetch the window, too.
@@ -158,15 +171,35 @@ def microseconds(
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
-    fetched = stages * tile.fetched * (ROW + CROSSING * lines + ODD * odd)
-    multiplied = stages / tiles
+    fetched = stages * tile.fetched * (ROW + (CROSSING * lines + ODD * odd) / ceil_div(depth, channels))
+    multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
-    arithmetic = max(rounds * busy, fetched)
+    arithmetic = max(rounds * busy, fetched) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
     return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+
+
+def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
+    """Stages of the multiprocessor that has most, of a strided data gradient: tiles of some classes of pixels have
+    several times as many as others, and where there are few tiles whoever has one more of the long ones is waited for.
+    """
+    walks, columns = walks_of(conv, True), ceil_div(columns_of(conv, True), tile.columns)
+    chunks, most = ceil_div(depth_of(conv, True), STAGE_ROW // itemsize_of(code)), 0
+    group = device.multiprocessors * tile.resident
+    for launch in (walks[i : i + CLASSES] for i in range(0, len(walks), CLASSES)):
+        stages = np.array([h.taps * w.taps * chunks for h, w in launch])
+        left = np.array([ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch])
+        # As conv2d_hopper.cu deals them: rounds of all blocks through the classes that have taps, then what is left.
+        reached = stages > 0
+        cycles = int(left[reached].min()) // group if reached.any() else 0
+        left -= cycles * group * reached
+        rest = np.repeat(stages, left)
+        rest = np.pad(rest, (0, -len(rest) % group)).reshape(-1, tile.resident, device.multiprocessors)
+        most += cycles * tile.resident * int(stages.sum()) + int(rest.sum((0, 1)).max(initial=0))
+    return most
 
 
 def _memory(conv: Convolution, backward: bool, code: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, HopperTile
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import (
+    CLASSES,
     STAGE_ROW,
     Walk,
     columns_of,
@@ -16,9 +17,7 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.hopper import BYTES, TF32, View, Views
 from minidl.cuda.norm.signs import CHUNK, signs_pitch
 
-__all__ = ["CLASSES", "spread_out", "views_of"]
-
-CLASSES = 4  # parity classes of one launch, at most
+__all__ = ["spread_out", "views_of"]
 
 
 def spread_out(walks: list[tuple[Walk, Walk]]) -> bool:

@@ -1,4 +1,4 @@
-// Convolution of few input channels (the first layer of a network), 16-bit storage types; sm_80 and newer.
+// Convolution of few input channels (the first layer of a network), of 16-bit types and in TF32; sm_80 and newer.
 //
 //   y[n,p,q,k] = bias[k] + sum_{r,s,c} x[n, p*sh - ph + r, q*sw - pw + s, c] w[k,r,s,c]
 //
@@ -9,17 +9,19 @@
 //
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
 //   filter    (K, KERNEL_H, KERNEL_W, CHANNELS) dense                        T
-//   packed    the filter in the order of fragments, see Packed               pairs of T
+//   packed    the filter in the order of fragments, see Packed               words
 //   bias      (K,) float32 or null
 //   output    (images, P, Q, K) dense                                        T
 //
-// The depth runs over the filter's rows, each padded to whole groups of eight. Fragments are made of aligned pairs of
-// values. Where windows start one value off, the filter rows are moved by one instead (the lead): a zero comes first.
-// Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to different fragments, and
-// each warp has fragments of one kind only. What a pair holds beyond a window is cut off, for it may be infinite.
+// The depth runs over the filter's rows, each padded to whole groups of eight. Fragments are made of words, of 16-bit
+// types aligned pairs of values. Where their windows start one value off, the filter rows are moved by one instead (the
+// lead): a zero comes first. Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to
+// different fragments, and each warp has fragments of one kind only. What a word holds beyond a window is cut off, for
+// it may be infinite.
 //
-// Columns are dealt out to fragments such that a thread's sums are eight neighbouring channels, written at once. Where
-// a block has 64, the threads of neighbouring pixels swap halves first, for stores of whole lines.
+// Columns are dealt out to fragments such that a thread's sums are 16 bytes of neighbouring channels, written at once.
+// The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
+// where a block has no more.
 //
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
@@ -27,7 +29,7 @@
 // leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
-// Dynamic shared memory: 2 * ROWS * LENGTH * 2 bytes, and unless RESIDENT the packed filter of a block.
+// Dynamic shared memory: 2 * ROWS * LENGTH values, and unless RESIDENT the packed filter of a block.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
@@ -41,11 +43,12 @@ struct Problem {
     int strips, strip_tiles, segments, tiles_n;
 };
 
-constexpr bool SPLIT = STEP % 2 == 1;
+constexpr int WORD = 4 / sizeof(T);  // values of a word
+constexpr bool SPLIT = WORD == 2 && STEP % 2 == 1;
 constexpr int KINDS = SPLIT ? 2 : 1;  // of fragments, by where their windows start
 constexpr int GROUPS_W = (WINDOW + (SPLIT || LEAD) + GROUP - 1) / GROUP;
 constexpr int GROUPS = KERNEL_H * GROUPS_W;
-constexpr int STEPS = (GROUPS + 1) / 2;  // products of depth 16; the last may have depth 8
+constexpr int STEPS = (GROUPS + WORD - 1) / WORD;  // products of a group for each value of a word; the last may have less
 constexpr int COLUMNS = TILE_N / 8;      // fragments of columns
 constexpr int LENGTH = row_length(GROUPS_W);
 constexpr int ROWS = (TILE_P - 1) * STRIDE_H + KERNEL_H;
@@ -53,6 +56,7 @@ constexpr int ROW_PIXELS = 16 * KINDS;                 // between two fragments 
 constexpr int ROW_FRAGMENTS = TILE_Q / ROW_PIXELS;     // of a kind, in a row of a tile
 constexpr int TILE_FRAGMENTS = TILE_P * ROW_FRAGMENTS;
 constexpr int TEAM = WARPS / KINDS;                    // warps that share the fragments of a kind
+constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to the one eight rows of the fragment below
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
 // The filter as fragments of columns: for each column tile, kind and step of the depth, COLUMNS fragments b[2] of
@@ -61,10 +65,13 @@ struct Packed {
     static constexpr int STEP_VECTORS = COLUMNS / 2 * 32;
     static constexpr int KIND_VECTORS = STEPS * STEP_VECTORS;
     static constexpr int TILE_WORDS = KINDS * KIND_VECTORS * 4;
-
-    // Channel of a tile that is column n of fragment j: thread t of a quad has columns 2t and 2t + 1 of each.
-    static __device__ __forceinline__ int channel(int j, int n) { return j / 4 * 32 + n / 2 * 8 + j % 4 * 2 + n % 2; }
 };
+
+#if DTYPE
+#include "stem_half.cuh"
+#else
+#include "stem_tf32.cuh"
+#endif
 
 // One word of the packed filter per thread.
 extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter, u32* __restrict__ packed, int columns,
@@ -76,17 +83,9 @@ extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter,
     const int j = index / 128 % (COLUMNS / 2) * 2 + index / 2 % 2;
     const int step = index / (Packed::STEP_VECTORS * 4) % STEPS;
     const int kind = index / (Packed::KIND_VECTORS * 4) % KINDS;
-    const int channel = index / Packed::TILE_WORDS * TILE_N + Packed::channel(j, lane / 4);
-    const int group = 2 * step + half, row = group / GROUPS_W;
-    const int lead = SPLIT ? kind : LEAD;
-    u32 word = 0;
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-        const int value = group % GROUPS_W * GROUP + lane % 4 * 2 + e - lead;
-        if (channel < columns && row < KERNEL_H && value >= 0 && value < WINDOW)
-            word |= u32(filter[(channel * KERNEL_H + row) * WINDOW + value].bits) << (16 * e);
-    }
-    packed[index] = word;
+    const int channel = index / Packed::TILE_WORDS * TILE_N + channel_of(j, lane / 4);
+    const T* const of_channel = filter + channel * (KERNEL_H * WINDOW);
+    packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, SPLIT ? kind : LEAD) : 0;
 }
 
 // The filter's fragments of one step.
@@ -102,47 +101,7 @@ struct Step {
     }
 };
 
-// What of this thread's pair in the first and last group of a window belongs to it.
-struct Mask {
-    u32 first, last;
-
-    static __device__ __forceinline__ u32 of(int group, int lead) {
-        const int value = group * GROUP + threadIdx.x % 4 * 2 - lead;
-        const auto inside = [](int v) { return v >= 0 && v < WINDOW; };
-        return (inside(value) ? 0xffffu : 0u) | (inside(value + 1) ? 0xffff0000u : 0u);
-    }
-
-    __device__ __forceinline__ explicit Mask(int lead) : first(of(0, lead)), last(of(GROUPS_W - 1, lead)) {}
-
-    __device__ __forceinline__ u32 cut(u32 pair, int group) const {
-        constexpr bool WHOLE = !SPLIT && !LEAD;
-        if (group % GROUPS_W == GROUPS_W - 1 && !(WHOLE && WINDOW % GROUP == 0)) return pair & last;
-        if (group % GROUPS_W == 0 && !WHOLE) return pair & first;
-        return pair;
-    }
-};
-
-// A fragment of 16 pixels times one step of the filter. `window`: this thread's pair in the first pixel's first group.
-DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask, const Step& filter,
-                     int step) {
-    constexpr int HALF = 8 * KINDS * STEP * 2;  // bytes from a pixel to the one eight rows of the fragment below
-    u32 a[4] = {};
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int group = 2 * step + half;
-        if (group >= GROUPS) continue;
-        const unsigned char* pair = window + group / GROUPS_W * (LENGTH * 2) + group % GROUPS_W * (GROUP * 2);
-        a[2 * half] = mask.cut(*reinterpret_cast<const u32*>(pair), group);
-        a[2 * half + 1] = mask.cut(*reinterpret_cast<const u32*>(pair + HALF), group);
-    }
-#pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) {
-        if (2 * step + 1 < GROUPS)
-            multiply_add<false>(sum[j], a, filter.b[j]);
-        else
-            multiply_add<true>(sum[j], a, filter.b[j]);
-    }
-}
+constexpr int PART = 4 * WORD;  // values of 16 bytes
 
 DEVICE void store_vector(T* to, const u32 (&v)[4]) {
     // Left to itself, the compiler cuts some of these stores into words.
@@ -155,52 +114,58 @@ struct OutputRow {
     T* to;
     int pixels, pitch, columns;  // columns: from the block's first to the last
 
-    // Row `half` of this thread's sums, the pixel q: eight channels of each 32. `bias`: the block's channels', or null.
+    // Row `half` of this thread's sums, the pixel q: PART channels of each 4 * PART. `bias`: the block's channels', or
+    // null.
     __device__ __forceinline__ void write(const float (&sum)[COLUMNS][4], int half, int q, const float* bias) const {
-        constexpr int PARTS = COLUMNS / 4;
-        const int first = threadIdx.x % 4 * 8;
-        u32 part[PARTS][4];
+        constexpr int PARTS = TILE_N / (4 * PART), TOGETHER = PARTS % 2 ? 1 : 2;
+        const int first = threadIdx.x % 4 * PART;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            float low = sum[j][2 * half], high = sum[j][2 * half + 1];
-            if (bias) {
-                const float* shift = bias + first + j / 4 * 32 + j % 4 * 2;
-                low += shift[0], high += shift[1];
+        for (int k = 0; k < PARTS; k += TOGETHER) {
+            u32 part[TOGETHER][4];
+#pragma unroll
+            for (int i = 0; i < TOGETHER * PART / 2; ++i) {
+                const int j = k * PART / 2 + i;
+                float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+                if (bias) {
+                    const float* shift = bias + channel_of(j, threadIdx.x % 4 * 2);
+                    low += shift[0], high += shift[1];
+                }
+                if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
+                put_pair(part[2 * i / PART], j, low, high);
             }
-            if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
-            part[j / 4][j % 4] = Rounding<T>::round_pair(low, high);
-        }
-        if constexpr (VEC_Y == 8 && PARTS == 2) {
-            // Neighbouring pixels' threads swap a part, so that a store of the warp is made of whole lines.
-            const bool odd = threadIdx.x / 4 % 2;
-            u32 even_pixel[4], odd_pixel[4];
+            if constexpr (VEC_Y == PART && TOGETHER == 2) {
+                // Neighbouring pixels' threads swap a part, so that a store of the warp is made of whole lines.
+                const bool odd = threadIdx.x / 4 % 2;
+                u32 even_pixel[4], odd_pixel[4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                const u32 other = __shfl_xor_sync(0xffffffffu, odd ? part[0][i] : part[1][i], 4);
-                even_pixel[i] = odd ? other : part[0][i];
-                odd_pixel[i] = odd ? part[1][i] : other;
+                for (int i = 0; i < 4; ++i) {
+                    const u32 other = __shfl_xor_sync(0xffffffffu, odd ? part[0][i] : part[1][i], 4);
+                    even_pixel[i] = odd ? other : part[0][i];
+                    odd_pixel[i] = odd ? part[1][i] : other;
+                }
+                const int pixel = odd ? q - KINDS : q, channel = first + (k + odd) * 4 * PART;
+                if (channel >= columns) continue;
+                if (pixel < pixels) store_vector(to + i64(pixel) * pitch + channel, even_pixel);
+                if (pixel + KINDS < pixels) store_vector(to + i64(pixel + KINDS) * pitch + channel, odd_pixel);
+            } else if (q < pixels) {
+                T* pixel = to + i64(q) * pitch + first;
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i)
+                    write_part(pixel + (k + i) * 4 * PART, part[i], columns - first - (k + i) * 4 * PART);
             }
-            const int pixel = odd ? q - KINDS : q, channel = first + (odd ? 32 : 0);
-            if (channel >= columns) return;
-            if (pixel < pixels) store_vector(to + i64(pixel) * pitch + channel, even_pixel);
-            if (pixel + KINDS < pixels) store_vector(to + i64(pixel + KINDS) * pitch + channel, odd_pixel);
-        } else if (q < pixels) {
-            T* pixel = to + i64(q) * pitch + first;
-#pragma unroll
-            for (int i = 0; i < PARTS; ++i) write_part(pixel + i * 32, part[i], columns - first - i * 32);
         }
     }
 
-    // Eight channels, of which the first `left` exist.
+    // The channels of a part, of which the first `left` exist.
     static __device__ __forceinline__ void write_part(T* to, const u32 (&part)[4], int left) {
-        if constexpr (VEC_Y == 8) {
+        if constexpr (VEC_Y == PART) {
             if (left > 0) store_vector(to, part);
         } else {
-            Raw<T, 8> all;
+            Raw<T, PART> all;
 #pragma unroll
             for (int i = 0; i < 4; ++i) all.pairs[i] = part[i];
 #pragma unroll
-            for (int e = 0; e < 8; e += VEC_Y) {
+            for (int e = 0; e < PART; e += VEC_Y) {
                 Raw<T, VEC_Y> piece;
 #pragma unroll
                 for (int i = 0; i < VEC_Y; ++i) piece.items[i] = all.items[e + i];
@@ -216,7 +181,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     await_predecessor();
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ __align__(16) float shifts[TILE_N];
-    constexpr int BUFFER = ROWS * LENGTH * 2;
+    constexpr int BUFFER = ROWS * LENGTH * sizeof(T);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     u32 block = blockIdx.x;
@@ -250,9 +215,9 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     }
 
     const int kind = SPLIT ? warp % 2 : 0;
-    const int shift = p.shift + kind * STEP, lead = shift % 2;
+    const int shift = p.shift + kind * STEP, lead = shift % WORD;
     const Mask mask(lead);
-    const int start = (shift - lead + lane / 4 * (KINDS * STEP) + lane % 4 * 2) * 2;  // bytes
+    const int start = (shift - lead + lane / 4 * (KINDS * STEP) + lane % 4 * WORD) * int(sizeof(T));  // bytes
     const int kind_vectors = (SPLIT ? lead : 0) * Packed::KIND_VECTORS + lane;
 
     Step held[RESIDENT ? STEPS : 1];
@@ -274,14 +239,14 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {
                 const int index = min(fragment + i * TEAM, TILE_FRAGMENTS - 1);
-                at[i] = window + index / ROW_FRAGMENTS * (STRIDE_H * LENGTH * 2) +
-                        index % ROW_FRAGMENTS * (ROW_PIXELS * STEP * 2);
+                at[i] = window + (index / ROW_FRAGMENTS * (STRIDE_H * LENGTH) +
+                                  index % ROW_FRAGMENTS * (ROW_PIXELS * STEP)) * int(sizeof(T));
             }
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 if (!RESIDENT) held[0].load(filter + kind_vectors + s * Packed::STEP_VECTORS);
 #pragma unroll
-                for (int i = 0; i < FRAGMENTS; ++i) multiply(sum[i], at[i], mask, held[RESIDENT ? s : 0], s);
+                for (int i = 0; i < FRAGMENTS; ++i) multiply(sum[i], at[i], mask, held[RESIDENT ? s : 0].b, s);
             }
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {

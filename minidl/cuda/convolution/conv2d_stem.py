@@ -1,7 +1,7 @@
 """Convolution of few input channels, forward and weight gradient; kernels in conv2d_stem.cu and conv2d_stem_weight.cu.
 
-The first layer of a network: one to four channels of a 16-bit type under a small filter. Its data gradient, which no
-network asks for, stays with the generic kernel.
+The first layer of a network: one to four channels of a 16-bit type, forward also in TF32, under a small filter. Its
+data gradient, which no network asks for, and the weight gradient of float32 stay with other kernels.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
 __all__ = ["StemPlan", "applies", "backward_weight", "forward", "plan_forward", "plan_weight"]
 
 CHANNELS, KERNEL, STRIDE = 4, 11, 4  # at most
-ITEMSIZE = 2
 # The same on every device, or tiles and with them the order of a sum would differ.
 SHARED = 96 * 1024
 WARPS = 4
@@ -64,13 +63,14 @@ class StemPlan(NamedTuple):
     size: int
 
 
-def applies(conv: Convolution, dtype: Any) -> bool:
-    """Whether the kernels can do a forward pass or weight gradient: by sizes and storage type alone.
+def applies(conv: Convolution, which: str, code: int, tf32: int = 0) -> bool:
+    """Whether the kernels can do a pass (``which``, as of a `Question`): by sizes and type alone.
 
-    That is one group of at most four channels of a 16-bit type, under a filter of 2 to 11 rows or columns, not dilated.
+    That is one group of at most four channels of a 16-bit type, forward also of float32 in TF32, under a filter of 2 to
+    11 rows or columns, not dilated.
     """
     return (
-        dtype in (bfloat16, float16)
+        (which == "forward" and (code > 0 or tf32 == 1) or which == "backward_weight" and code > 0)
         and conv.groups == 1
         and conv.channels <= CHANNELS
         and 1 < max(conv.kernel) <= KERNEL
@@ -112,7 +112,7 @@ def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bo
 
 def _row_vector(conv: Convolution, x: Any) -> int:
     """Values of x per access: every row of the image starts aligned for it."""
-    return gcd(conv.width * conv.channels, address(x) // ITEMSIZE, ACCESS // ITEMSIZE)
+    return gcd(conv.width * conv.channels, address(x) // x.itemsize, ACCESS // x.itemsize)
 
 
 class _Geometry(NamedTuple):
@@ -192,17 +192,18 @@ def _tile(
 def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan:
     """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
-    split = step % 2
-    lead = 0 if split else conv.padding[1] * conv.channels % 2
+    itemsize, word = (2, 2) if code else (4, 1)  # bytes of a value, values of a word
+    split = step % word
+    lead = 0 if split else conv.padding[1] * conv.channels % word
     groups = ceil_div(window + (split | lead), GROUP)
-    steps = ceil_div(conv.kernel[0] * groups, 2)
+    steps = ceil_div(conv.kernel[0] * groups, word)
     tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
     registers = steps * tile_n // 4  # that hold the filter
     resident = registers <= HELD
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
 
     def shared(tile: _Geometry) -> int:
-        return 2 * ITEMSIZE * tile.values + (0 if resident else 4 * words)
+        return 2 * itemsize * tile.values + (0 if resident else 4 * words)
 
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
@@ -258,7 +259,7 @@ def plan_weight(
     def shared(tile: _Geometry) -> int:
         new = min(conv.stride[0], conv.kernel[0])
         behind = round_up((tile.step // 2 + 1) * 4, 16)
-        rows = STAGES * ((tile.columns * tile_m + new * tile.length) * ITEMSIZE + behind)
+        rows = STAGES * ((tile.columns * tile_m + new * tile.length) * 2 + behind)
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
         return max(rows + (conv.kernel[0] + new) * tile.length * 4, sums)
 

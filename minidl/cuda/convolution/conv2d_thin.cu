@@ -1,6 +1,7 @@
-// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16. Memory bounds them, so
-// nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight into the fragments of
-// mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of float32 multiply-adds.
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32. Memory
+// bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight into the
+// fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of float32
+// multiply-adds.
 //
 //   narrow  out[r, f] = bias[f] + add[r, f] + sum_j source[r, j] w(f, j)    forward to few filters, data gradient of few
 //                                                                           channels
@@ -123,7 +124,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(256, UNITS && VEC_X == WIDTH ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, UNITS && VEC_X == WIDTH && OCTETS < 4 ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
     await_predecessor();
@@ -222,11 +223,15 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
             float c[4] = {};
-            if constexpr (OCTETS == 1)
-                multiply_half(c, {few.parts[m][0], few.parts[m + 1][0]}, {w[0][j]});
-            else
-                multiply_units(c, {few.parts[m][0], few.parts[m + 1][0], few.parts[m][OCTETS - 1], few.parts[m + 1][OCTETS - 1]},
-                               {w[0][j], w[OCTETS - 1][j]});
+#pragma unroll
+            for (int b = 0; b < OCTETS; b += 2) {
+                const u32(&upper)[OCTETS] = few.parts[m], (&lower)[OCTETS] = few.parts[m + 1];
+                if (b + 1 < OCTETS)
+                    multiply_units(c, {upper[b], lower[b], upper[(b + 1) % OCTETS], lower[(b + 1) % OCTETS]},
+                                   {w[b][j], w[(b + 1) % OCTETS][j]});
+                else
+                    multiply_half(c, {upper[b], lower[b]}, {w[b][j]});
+            }
             y[m][2 * j] = c[0], y[m][2 * j + 1] = c[1], y[m + 1][2 * j] = c[2], y[m + 1][2 * j + 1] = c[3];
         }
 #else

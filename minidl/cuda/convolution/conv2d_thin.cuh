@@ -1,5 +1,5 @@
-// What the kernels of thin 1x1 convolutions share: products between rows of many channels and rows of FEW (at most 16),
-// which memory bounds. See conv2d_thin.cu and conv2d_thin_weight.cu.
+// What the kernels of thin 1x1 convolutions share: products between rows of many channels and rows of FEW, which
+// memory bounds. See conv2d_thin.cu and conv2d_thin_weight.cu.
 #pragma once
 #include "common.cuh"
 #include "mma.cuh"

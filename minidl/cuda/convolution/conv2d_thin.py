@@ -19,8 +19,8 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW = 16  # channels on one side, at most
-MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
+FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types, but for weight gradients
+MOST_ALWAYS, MOST_ROUNDED, MOST_WIDENED = 8, 4, 24  # as many as no other kernel does faster (seen on an H200)
 CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
 THREADS = 256
 ROWS = 256  # that a block takes at a time
@@ -59,32 +59,40 @@ def _sides(conv: Convolution) -> _Sides:
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int) -> bool:
-    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side."""
+def applies(conv: Convolution, code: int, weight: bool = False) -> bool:
+    """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
+    types 32. ``weight``: a weight gradient, of 16 in every type.
+    """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return sides.few <= FEW and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
+    return (
+        sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
+    )
 
 
-def pays(conv: Convolution, code: int, tf32: int, weight: bool, units: bool) -> bool:
+def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bool:
     """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
     rows have something for most of the four threads that share one.
 
-    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way.
+    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way; from
+    17 on they are faster at reading such rows.
 
     Args:
-        weight: of a weight gradient.
+        which: forward, backward_data or backward_weight.
         units: whether Hopper's kernels can do it.
     """
-    few, wide = _sides(conv)[:2]
+    (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
     if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and tf32 == 1:  # rounding every operand takes longer than memory
         return few <= MOST_ROUNDED
-    # On an H200, 16-96 at 112x112: forward 196 us, Hopper's tiles 380; data gradient 224, and 436.
+    # On an H200, 16-96 at 112x112: forward 196 us, Hopper's tiles 380; data gradient 224, and 436. 24-144 at 56x56 and
+    # half the images: forward 50 and 92; data gradient, whose rows are wide, 65 and 59.
     ragged = code > 0 and not weight and wide > CHUNK and wide % CHUNK != 0
-    return few <= MOST_ALWAYS or not units or ragged
+    widened = (conv.out_channels > conv.channels) == (which == "forward")
+    most = MOST_WIDENED if widened else FEW
+    return few <= MOST_ALWAYS or (ragged and few <= most) or (few <= FEW and not units)
 
 
 def gather(

@@ -13,6 +13,7 @@ from minidl.cuda.hopper import TF32, View, Views
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
+    "CLASSES",
     "DEPTH",
     "ITEMSIZE",
     "STAGE_ROW",
@@ -34,6 +35,7 @@ STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
 PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
+CLASSES = 4  # parity classes of one launch, at most
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
 
 

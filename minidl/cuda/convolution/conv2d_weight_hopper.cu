@@ -18,7 +18,7 @@
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   output    (K, R, S, C / groups) dense, the gradient, set or added to                                float32
-//   partials  (parts of all tiles, TILE_M / 16, TILE_N / 8) patches, for conv2d_weight_sum.cu           float32
+//   partials  (parts of all tiles, HELD_M / 16, TILE_N / SPAN, HELD_N / 8) patches, for conv2d_weight_sum.cu
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -27,15 +27,19 @@
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; ONCE, whether
-// all blocks run at a time; VEC_Y (1, 4), values per access to the gradient.
-// Grid: one block per chunk of a partial, lot (column tile, row tile, group; with TURNS rows before columns) and partial,
-// the first fastest, so that blocks which share pixels run together.
+// 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
+// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
+// time; VEC_Y (1, 4), values per access to the gradient.
+// Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first
+// fastest, so that blocks which share pixels run together. For that all begin on idle multiprocessors: the kernel does not
+// wait for its predecessor, which would let it in while that one's blocks drain and deal its own out as places become
+// free (1x1 512-256 on 28x28 pixels and batch 256: 0.98 of the speed of cuDNN, with the wait 0.81).
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
-// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache; where operands are
-// read again later it would cost up to a quarter (25088-4096 fully connected). Chunks of lots of tiles lose where x and
-// dy are more than that cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6
+// of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
+// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn
+// reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
@@ -201,13 +205,13 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
-            load_box<ONCE>(to, maps.dy, barrier, channel, step * SPAN);
+            load_box<bool(ONCE & 1)>(to, maps.dy, barrier, channel, step * SPAN);
         } else if (busy) {
             if constexpr (FLAT)
-                load_box<ONCE>(to, maps.x, barrier, channel, step * SPAN);
+                load_box<bool(ONCE & 2)>(to, maps.x, barrier, channel, step * SPAN);
             else
-                load_pixels<ONCE>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
+                load_pixels<bool(ONCE & 2)>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
         }
         pixels.advance(p);
         ring.advance();
@@ -377,9 +381,11 @@ template <Mode MODE>
 DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
     find_part(row, column);
-    const int first = work.row + row + thread_row();
-    constexpr int LINE = TILE_N / 8 * 128;  // values of a line of patches
-    if (MODE == PART) output += row / 16 * LINE + column / 8 * 128 + threadIdx.x % 32 * 4;
+    const int first = (MODE == PART ? 0 : work.row) + row + thread_row();
+    constexpr int LINE = COLUMN_BLOCKS * HELD_N * 16;  // values of a line of patches
+    if (MODE == PART)
+        output += i64(work.part) * (HELD_M / 16 * LINE) + row / 16 * LINE + column / SPAN * (HELD_N * 16) +
+                  threadIdx.x % 32 * 4;
     finish<128 * WARPGROUPS, ACROSS, DOWN, PER, MODE>(
         sum, at.base, output, first, p.rows, MODE == PART ? LINE : p.columns,
         [&](int b) { return find_columns(p, work.block + column / SPAN + b, thread_column()); });
@@ -399,7 +405,6 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
         barrier_init_done();
     }
-    await_predecessor();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
@@ -433,7 +438,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
 #endif
             const int row = row_of(warpgroup), column = column_of(warpgroup);
             if (!work.whole) {
-                put_sum<PART>(partials + i64(work.part) * (TILE_M * TILE_N), sum, at, p, work, row, column);
+                put_sum<PART>(partials, sum, at, p, work, row, column);
             } else {
                 float* const to = output + i64(work.group) * p.rows * p.columns;
                 p.mode == ADD ? put_sum<ADD>(to, sum, at, p, work, row, column)

@@ -1,6 +1,7 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
-// gradient.
+// gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples of
+// 16, all of them but where the gradient has fewer.
 #pragma once
 #include "hopper.cuh"
 
@@ -76,7 +77,8 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
 // find(b): this thread's part of the b-th columns. output: the gradient, of which a row is `pitch` values; or of a
 // partial sum this thread's place in the patch of its first accumulators, where a line of patches is so many values:
-// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time.
+// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a partial
+// sum, counted in the tile.
 // space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying
 // warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, Mode MODE, int BLOCKS, int N, class Find>
@@ -85,7 +87,8 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
     static_assert(QUADS % PER == 0 && PER % 2 == 0, "whole spans of columns");
     const auto write = [&](const Target& at, int b, int i, int j, const float4& left, const float4& right) {
         if constexpr (MODE == PART) {
-            float* const to = output + i * (ACROSS / 16) * pitch + (b * PER + j) * PATCH;
+            if (j >= HELD_N / 8 || (HELD_M < TILE_M && row + ACROSS * i >= HELD_M)) return;
+            float* const to = output + i * (ACROSS / 16) * pitch + (b * (HELD_N / 8) + j) * PATCH;
             put_four<SET>(to, left), put_four<SET>(to + PATCH, right);
         } else {
             put_patches<DOWN, MODE>(output, pitch, row + ACROSS * i, rows, at, j, left, right);

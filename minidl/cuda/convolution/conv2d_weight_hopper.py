@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     halo_views,
     normalizes,
     options,
+    rows_first,
     shares,
     span_of,
     taken,
@@ -41,7 +42,7 @@ from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import address, rows
 from minidl.precision import float32
-from minidl.shapes import ceil_div
+from minidl.shapes import ceil_div, round_up
 
 __all__ = [
     "HALO",
@@ -79,12 +80,13 @@ _HALO_PROBLEM = struct(
 # That of conv2d_weight_sum.cu.
 _SUM = struct(
     "",
-    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows tile_columns cells rows channels spans blocks "
-    "tile_step block_step accumulate",
+    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows held_rows held_columns span cells rows channels "
+    "spans blocks tile_step block_step accumulate",
 )
 
 
-_CELL = 256  # values of two patches, which are a warp's
+_MANY = 4e8  # bytes of both arrays
+_PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 # Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
 ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
 
@@ -220,10 +222,12 @@ def plan(
         "steps": steps, "chunks": division.chunks, "rows": rows, "channels": channels, "further_n": further_n,
         "further_h": further_h, "further_w": further_w, "mode": int(accumulate),
     }  # fmt: skip
-    # Blocks that run together sum up the same pixels: of several tiles each, those of a few rows and columns.
-    turns = {"turn_m": tiles[1], "turn_n": 1} if division.tiles == 1 else {"turn_m": 1, "turn_n": tiles[0]}
+    down = not grid and rows_first(conv, division)
+    turns = {"turn_m": 1, "turn_n": tiles[0]} if down else {"turn_m": tiles[1], "turn_n": 1}
     lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
+    held = _held(tile, rows, channels, span) if division.parts > 1 else _Held(*tile.size, span)
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
+    defines |= {"HELD_M": held.rows, "HELD_N": held.span}
     defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
         stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
@@ -232,36 +236,63 @@ def plan(
     else:
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
-        once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
-        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1), "ONCE": int(once)}
+        at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
+        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
+        defines["ONCE"] = _passing(conv, code) if at_once else 0
         defines |= {"TF32": int(tf32)} if tf32 else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
     sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
-    summed = _sum(tile, code, vec_y, **sizes) if division.parts > 1 else None
+    summed = _sum(tile, held, code, vec_y, **sizes) if division.parts > 1 else None
     blocks = lots["lots"] * division.chunks
     return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
 
 
-def _sum(tile: WeightTile | HaloTile, code: int, vec_y: int, **sizes: int) -> Summed:
+def _passing(conv: Convolution, code: int) -> int:
+    """Which arrays leave the L2 cache first, the macro ONCE, where all blocks run at a time: both; but where they are
+    many times what it holds, the larger alone, so that the other is still there for those behind (16 bits, 1x1).
+    """
+    dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
+    return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2
+
+
+class _Held(NamedTuple):
+    """What partial sums hold of a tile: whole patches, but of a gradient that is less no more than it has.
+
+    ``span``: columns of each block of them.
+    """
+
+    rows: int
+    columns: int
+    span: int
+
+
+def _held(tile: WeightTile | HaloTile, rows: int, channels: int, span: int) -> _Held:
+    """``rows``, ``channels``: of the gradient, of a group."""
+    held = min(span, round_up(channels, 2 * _PATCH[1]))
+    return _Held(min(tile.size[0], round_up(rows, _PATCH[0])), tile.size[1] // span * held, held)
+
+
+def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, **sizes: int) -> Summed:
     """Who adds up the partial sums. ``sizes``: fields of the problem."""
-    (rows, columns), lots, shared, parts = tile.size, *(sizes[name] for name in ("lots", "shared", "parts"))
+    lots, shared, parts = (sizes[name] for name in ("lots", "shared", "parts"))
     halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
     fields = {
-        "tile_rows": rows, "tile_columns": columns, "tile_step": 1 if halo else columns // span,
-        "block_step": sizes["spans"] if halo else 1,
+        "tile_rows": tile.size[0], "held_rows": held.rows, "held_columns": held.columns, "span": held.span,
+        "tile_step": 1 if halo else tile.size[1] // span, "block_step": sizes["spans"] if halo else 1,
     }  # fmt: skip
-    cells = lots * shared * rows * columns // _CELL
+    down, across = held.rows // _PATCH[0], held.columns // (2 * _PATCH[1])
+    cells = lots * shared * down * across
     split = lines = 1
     while 2 * split <= min(parts // shared, MOST_SPLIT) and 32 * split * cells < ENOUGH_THREADS:
         split *= 2
-    warps = max(1, 4 // split)
-    while lines < 4 and cells >= 2 * lines * warps * ENOUGH_BLOCKS:
+    warps = gcd(max(1, 4 // split), across)
+    while lines < 4 and down % (2 * lines) == 0 and cells >= 2 * lines * warps * ENOUGH_BLOCKS:
         lines *= 2
-    fields["cells"] = rows * columns // (_CELL * lines * warps)
+    fields["cells"] = down * across // (lines * warps)
     grid = fields["cells"] * lots, shared
     defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
-    values = lots * (parts + shared - 1) * rows * columns
+    values = lots * (parts + shared - 1) * held.rows * held.columns
     return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
 
 

@@ -1,13 +1,13 @@
 // Adds up the partial sums that weight gradients on Hopper leave, in a fixed order, into the gradient.
 //
-//   partials   (parts of all tiles, tile_rows / 16, tile_columns / 8) patches                     float32
+//   partials   (parts of all tiles, held_rows / 16, held_columns / 8) patches                     float32
 //   output     (K, R, S, C / groups) dense, set or added to                                       float32
 // Tiles i, i + lots, i + 2 * lots and so on, `shared` of them, are lot i, whose steps, tile after tile, were divided among
 // `parts` blocks; what a block has summed of a tile is a part, and those of a lot follow one another. A tile of which
 // there is one part has been written already. A patch is 16 rows x 8 columns as a warp holds the sums of a product
-// (conv2d_weight_hopper.cuh). Columns of a tile are blocks of SPAN channels; block b of tile n is the n * tile_step + b *
-// block_step-th of the gradient, where `spans` blocks make a tap. What a tile has beyond the gradient's rows and columns
-// is left out.
+// (conv2d_weight_hopper.cuh). Columns of a tile are blocks of SPAN channels, of which `span` are held; block b of tile n is
+// the n * tile_step + b * block_step-th of the gradient, where `spans` blocks make a tap. What a tile has beyond the
+// gradient's rows and columns is left out.
 //
 // Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS
 // (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum: thread j
@@ -16,6 +16,9 @@
 // Tried without gain: telling the L2 cache that partials need not be written back once they are read (discard.global.L2).
 // FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
 #define CLUSTER 1
+#define TILE_M 0
+#define HELD_M 0
+#define HELD_N 0
 #include "conv2d_weight_hopper.cuh"
 
 constexpr int SPAN = 128 / sizeof(T), DOWN = DTYPE ? 8 : 1;
@@ -24,7 +27,8 @@ constexpr int PATCH = 128, DEEP = SPLIT > 8 ? 4 : 8 / LINES;  // values of a pat
 struct Problem {
     int tiles_m, tiles_n, turn_m, turn_n;
     int steps, lots, shared, parts;
-    int tile_rows, tile_columns, cells;  // values of a tile, and cells
+    int tile_rows, held_rows, held_columns, span;  // of a tile, and of what is held of it and of a block of its columns
+    int cells;           // of a tile
     int rows, channels;  // of a group
     int spans, blocks;   // blocks of columns: of a tap, of all taps
     int tile_step, block_step;
@@ -93,10 +97,10 @@ conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__
         count = ((begin + p.steps) * p.parts - 1) / steps - first + 1;
         if (count == 1) return;  // written already
     }
-    const u32 across = p.tile_columns / (16 * WARPS), line = cell / across * LINES;
-    const int column = (cell - line / LINES * across) * (16 * WARPS) + threadIdx.x / 32 % WARPS * 16;  // of the tile
-    const int line_values = p.tile_columns / 8 * PATCH;
-    const i64 part_values = i64(p.tile_rows) * p.tile_columns, part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
+    const u32 across = p.held_columns / (16 * WARPS), line = cell / across * LINES;
+    const int column = (cell - line / LINES * across) * (16 * WARPS) + threadIdx.x / 32 % WARPS * 16;  // of those held
+    const int line_values = p.held_columns / 8 * PATCH;
+    const i64 part_values = i64(p.held_rows) * p.held_columns, part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
     Sums sums;
     sum_up(sums, partials + part * part_values + line * line_values + column / 8 * PATCH + threadIdx.x % 32 * 4, count,
            part_values, line_values);
@@ -106,8 +110,9 @@ conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__
     }
     const u32 tile_m = tile / p.turn_m % p.tiles_m, tile_n = tile / p.turn_n % p.tiles_n;
     const u32 group = tile / (p.tiles_m * p.tiles_n);
-    const int block = tile_n * p.tile_step + column / SPAN * p.block_step, tap = block / p.spans;
-    const int channel = (block - tap * p.spans) * SPAN + column % SPAN + thread_column();
+    const int span = column / p.span;
+    const int block = tile_n * p.tile_step + span * p.block_step, tap = block / p.spans;
+    const int channel = (block - tap * p.spans) * SPAN + column - span * p.span + thread_column();
     const Target at{tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
     const i64 pitch = i64(p.blocks / p.spans) * p.channels;
     float* const to = output + i64(group) * p.rows * pitch;

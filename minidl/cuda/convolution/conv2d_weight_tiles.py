@@ -33,6 +33,7 @@ __all__ = [
     "halo_views",
     "normalizes",
     "options",
+    "rows_first",
     "shares",
     "span_of",
     "taken",
@@ -267,7 +268,7 @@ class _Rates(NamedTuple):
     Attributes:
         copied: bytes that a multiprocessor copies into stages.
         fetched: bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
-        shared: bytes that a multiprocessor's shared memory takes and gives.
+        shared: bytes that a multiprocessor's shared memory takes and gives, with one block on it and with several.
         memory: bytes of the whole device.
         missed: of bytes copied, the share that the L2 cache did not keep.
         exposed: of the shorter of memory traffic and work, what the longer does not hide.
@@ -280,7 +281,7 @@ class _Rates(NamedTuple):
 
     copied: float
     fetched: float
-    shared: float
+    shared: tuple[float, float]
     memory: float
     missed: float
     exposed: float
@@ -293,8 +294,8 @@ class _Rates(NamedTuple):
 
 
 # Fitted to times measured on an H200 (ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
-_SIXTEEN = _Rates(1.14e5, 1.01e6, 2.48e5, 3.3e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
-_FLOAT = _Rates(1.15e5, 9.0e5, inf, 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
+_SIXTEEN = _Rates(1.14e5, 1.01e6, (2.7e5, 2.48e5), 3.3e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
+_FLOAT = _Rates(1.15e5, 9.0e5, (inf, inf), 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
 _PRODUCTS = 3.5e6  # multiply-adds of a multiprocessor in a microsecond, of 16-bit types
 # In TF32, and in three such products for each, by rows x columns of a warp.
 _TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
@@ -353,6 +354,21 @@ def taken(
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
+def rows_first(conv: Convolution, division: Division) -> bool:
+    """Whether blocks count tiles along rows before those along columns.
+
+    Blocks whose numbers follow each other are served best by what they have in common, and that should be the pixels of
+    the side with more channels, which are more bytes (1x1 512-128 at 28x28 pixels and batch 256 in tiles of 64x64: 73
+    us, the other way 95; of 64x256 71, or 73 to 82, as far as blocks drift apart). Several taps have x nearly in common
+    either way. Clusters are dealt out among groups of multiprocessors: what follows each other is far apart, and it is
+    the other way round (2048-512 at 7x7 in 64x256: 51 us, 57). Blocks of several tiles have those of a few rows and
+    columns.
+    """
+    if division.tiles > 1 or conv.kernel != (1, 1):
+        return division.tiles > 1
+    return (conv.channels > conv.out_channels) != (division.cluster > 1)
+
+
 def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
     """Whether blocks may have several tiles in turn; for three products in TF32 there are not the registers."""
     return isinstance(tile, WeightTile) and tf32 < 3
@@ -381,13 +397,14 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         if normalized and not _spare(tile):
             continue
-        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared)
+        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared[tile.resident > 1])
         normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
         shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                copied, copy = _copy(tiles, conv.groups, division, tile, span, rates)
+                down = rows_first(conv, division)
+                copied, copy = _copy(tiles, conv.groups, division, tile, span, rates, down)
                 step = max(product, copy * slower, normalizing)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
@@ -395,7 +412,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
         tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
         count = conv.groups * tiles[0] * tiles[1]
-        product = max(SPAN * area / _PRODUCTS, HALO.traffic / rates.shared)
+        product = max(SPAN * area / _PRODUCTS, HALO.traffic / rates.shared[0])
         for division in _divisions(count, steps, 1, False):
             copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN, rates)
             step = max(product, copy, normalized * _HALO_NORMALIZED)
@@ -411,11 +428,11 @@ def _rate(tile: WeightTile, tf32: int) -> float:
 
 
 def _copy(
-    tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, rates: _Rates
+    tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, rates: _Rates, down: bool = False
 ) -> tuple[int, float]:
     """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
 
-    ``tiles``: of a group of channels, along rows and columns.
+    ``tiles``: of a group of channels, along rows and columns; ``down``: as of `rows_first`.
     """
     # The hardware fills one group of multiprocessors after the other with blocks, but deals out clusters among them.
     members, count = range(tile.resident * _MEMBERS), groups * tiles[0] * tiles[1]
@@ -425,7 +442,7 @@ def _copy(
     lots = count // division.tiles
     for part, index in (divmod(index, lots) for index in members if index < lots * division.parts):
         group, index = divmod(index, prod(tiles))
-        m, n = divmod(index, tiles[1]) if division.tiles == 1 else divmod(index, tiles[0])[::-1]
+        m, n = divmod(index, tiles[0])[::-1] if down else divmod(index, tiles[1])
         fetched |= {(part, "dy", group, block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
         fetched |= {(part, "x", group, block) for block in range(n * width, (n + 1) * width)}

@@ -11,7 +11,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.convolution.conv2d_statistics import Sums, added_up
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import DTYPE, rows, vector_width
 from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
@@ -56,7 +56,7 @@ def gather(
     add: Any,
     output: Any,
     statistics: bool = False,
-) -> Sums | None:
+) -> Parts | None:
     """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
 
     Returns the statistics of a forward pass in bfloat16, where they are asked for.
@@ -67,7 +67,7 @@ def gather(
     planned = plan(conv, code, backward, pitches, vector, source.itemsize, summed)
     parts = empty((int(planned.problem["items"][0]), 2, conv.channels), float32) if summed else None
     planned.start(source, w, bias, add, output, parts)
-    return added_up(parts, conv.pixels) if summed else None
+    return Parts(parts, conv.pixels) if summed else None
 
 
 def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:

@@ -1,10 +1,10 @@
 // What the two kernels for convolutions of few input channels share: the rows of the image under a tile of output
-// pixels, in shared memory. sm_80 and newer, 16-bit storage types.
+// pixels, in shared memory. sm_80 and newer.
 //
 // The values of an image row, channel by channel and pixel by pixel, are one sequence of width * CHANNELS values, and
 // what a tap row of the filter sees of it, KERNEL_W * CHANNELS values, is contiguous: its window. Windows of
 // neighbouring output pixels start STRIDE_W * CHANNELS values apart. A row in shared memory starts at a value whose
-// index is a multiple of eight (16 bytes), before the image perhaps; values outside of the image are zeros.
+// index is a multiple of eight, before the image perhaps; values outside of the image are zeros.
 //
 // Macros: DTYPE; CHANNELS, KERNEL_H, KERNEL_W, STRIDE_H, STRIDE_W; TILE_Q, the columns of a tile of output pixels, a
 // multiple of 16; VEC_X, the values of x per access, at most 16 bytes.
@@ -22,12 +22,13 @@ constexpr int STEP = STRIDE_W * CHANNELS;        // values from one window to th
 // first begins.
 DEVICE constexpr int row_length(int groups) { return (7 + (TILE_Q - 1) * STEP + groups * GROUP + 7) / 8 * 8; }
 
-// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single value goes
-// through a register instead, and is there when the function returns.
+// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single value of 16
+// bits goes through a register instead, and is there when the function returns.
 template <int COUNT>
 DEVICE void copy_vector(u32 to, const T* from, bool valid) {
-    if constexpr (COUNT > 1) {
-        copy_async<2 * COUNT>(to, from, valid);
+    constexpr int BYTES = COUNT * sizeof(T);
+    if constexpr (BYTES >= 4) {
+        copy_async<BYTES>(to, from, valid);
     } else {
         u16 bits = 0;
         if (valid) bits = __ldg(reinterpret_cast<const u16*>(from));
@@ -48,11 +49,12 @@ struct Image {
             const int y = i / VECTORS, x = i % VECTORS * VEC_X;
             const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
                                 static_cast<u32>(value + x) < static_cast<u32>(values);
-            copy_vector<VEC_X>(to + (y * LENGTH + x) * 2, image + i64(row + y) * values + value + x, inside);
+            copy_vector<VEC_X>(to + (y * LENGTH + x) * int(sizeof(T)), image + i64(row + y) * values + value + x, inside);
         }
     }
 };
 
+#if DTYPE
 // One fragment's product; HALF: of half the depth.
 template <bool HALF>
 DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
@@ -62,3 +64,4 @@ DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
     HALF ? mma_f16_half(c, a, b) : mma_f16(c, a, b);
 #endif
 }
+#endif

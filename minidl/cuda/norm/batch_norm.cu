@@ -6,14 +6,15 @@
 // signs.cuh.
 //
 // Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
-// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double. So the
-// same bits come out on every device and for every pitch. Variances are never a difference of raw moments: each thread
-// subtracts a pivot, the first value of its own, so a mean far from zero costs nothing, and partial (count, mean, M2)
-// are merged as by Chan, Golub and LeVeque (1983).
+// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double, and goes on
+// to the moments where no other rank has a part in them. So the same bits come out on every device and for every pitch.
+// Variances are never a difference of raw moments: each thread subtracts a pivot, the first value of its own, so a mean far
+// from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and LeVeque (1983).
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
-// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor, and there are
-// whole rounds of that on 132 of them: a few blocks more would run alone, as long as all others.
+// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor (two with two batch
+// norms, or under activations that are no ReLU), and there are whole rounds of that on 132 of them: a few blocks more would
+// run alone, as long as all others.
 // Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of rows
 // where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without gain in whole steps
 // on an H200: rows from the last to the first, so that a pass begins where the convolution before it ended (its bytes are
@@ -24,7 +25,7 @@
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
 //   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP and
 //   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes; from
-//   signs 3s + 1/8
+//   signs 3s + 1/8; backward_apply with the sums of a second batch norm: 4s, where two kernels take 5s
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "activation.cuh"
@@ -180,22 +181,22 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
     await_predecessor();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
-    float mean[VEC], scale[VEC], shift[VEC];
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-    float add_mean[VEC] = {}, add_scale[VEC] = {};
-    if (ADD == 2) {
-        float add_shift[VEC];
-        load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_mean, add_scale, add_shift);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
-    }
-
+    float mean[VEC], scale[VEC], shift[VEC], add_mean[VEC] = {}, add_scale[VEC] = {};
     Raw<T, VEC> raw[UNROLL], more[ADD ? UNROLL : 1];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, true>(
         at,
         [&](int u, int row) {
             raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0]) + at.channel);
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[2]) + at.channel);
+        },
+        [&] {
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
+            if (ADD == 2) {
+                float add_shift[VEC];
+                load_affine(add_moments, add_gamma, add_beta, channels, at.channel, add_mean, add_scale, add_shift);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) shift[i] += add_shift[i];
+            }
         },
         [&](int u, int row) {
             float v[VEC], z[VEC] = {};
@@ -218,6 +219,42 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 #endif
 
 // ----------------------------------------------------------------------------------------------- backward: statistics
+#if defined(BACKWARD_STATS) || defined(BACKWARD_APPLY_STATS)
+
+// What this thread has summed, added up over the lanes and left as its chunk's: partial (chunks, 2, C).
+DEVICE void leave_sums(const float (&sum)[VEC], const float (&product)[VEC], float* __restrict__ partial, const Chunks& cut) {
+    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
+    float* lane_sum = lanes;  // [lane][channel of the tile]
+    float* lane_product = lane_sum + blockDim.y * width;
+    store(lane_sum + slot, sum);
+    store(lane_product + slot, product);
+    __syncthreads();
+    const Stretch part(width);
+    float s = 0.0f, p = 0.0f;
+    if (part.inside)
+#pragma unroll
+        for (int lane = 0; lane < STRETCH; ++lane) {
+            s += lane_sum[(part.lane + lane) * width + part.column];
+            p += lane_product[(part.lane + lane) * width + part.column];
+        }
+    __syncthreads();
+    if (part.inside) {
+        lane_sum[part.index] = s;
+        lane_product[part.index] = p;
+    }
+    __syncthreads();
+    const int channel = blockIdx.y * width + part.column;
+    if (part.lane > 0 || channel >= cut.channels) return;
+    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
+        s += lane_sum[i];
+        p += lane_product[i];
+    }
+    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
+    to[0] = s;
+    to[cut.channels] = p;
+}
+
+#endif
 #if defined(BACKWARD_STATS)
 
 // partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
@@ -235,10 +272,6 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
                                  const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
                                  Chunks cut) {
     await_predecessor();
-    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
-    float* lane_sum = lanes;  // [lane][channel of the tile]
-    float* lane_product = lane_sum + blockDim.y * width;
-
     const Share at = chunk_share(cut, UNROLL);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
     if (at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
@@ -272,37 +305,28 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             if (MASK >= 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
         });
 
-    store(lane_sum + slot, sum);
-    store(lane_product + slot, product);
-    __syncthreads();
-    const Stretch part(width);
-    float s = 0.0f, p = 0.0f;
-    if (part.inside)
-#pragma unroll
-        for (int lane = 0; lane < STRETCH; ++lane) {
-            s += lane_sum[(part.lane + lane) * width + part.column];
-            p += lane_product[(part.lane + lane) * width + part.column];
-        }
-    __syncthreads();
-    if (part.inside) {
-        lane_sum[part.index] = s;
-        lane_product[part.index] = p;
-    }
-    __syncthreads();
-    const int channel = blockIdx.y * width + part.column;
-    if (part.lane > 0 || channel >= cut.channels) return;
-    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
-        s += lane_sum[i];
-        p += lane_product[i];
-    }
-    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
-    to[0] = s;
-    to[cut.channels] = p;
+    leave_sums(sum, product, partial, cut);
 }
 
 #endif
 
 // ---------------------------------------------------------------------------------------------------- backward: apply
+#if defined(BACKWARD_APPLY) || defined(BACKWARD_APPLY_STATS)
+
+// What is taken off the gradient of VEC channels: level + (x - mean)*slope.
+DEVICE void load_sums(const float* moments, const double* sums, const double* count, int channels, int channel,
+                      float (&level)[VEC], float (&slope)[VEC]) {
+    load(moments + channels + channel, slope);  // rstd
+    const float inverse = inverse_of(*count);
+    const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel), dy_xhat = load_raw<VEC>(sums + channels + channel);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+        level[i] = float(dy_sum.items[i]) * inverse;
+        slope[i] *= float(dy_xhat.items[i]) * inverse;
+    }
+}
+
+#endif
 #if defined(BACKWARD_APPLY)
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
@@ -325,25 +349,17 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
     float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
-    if (BATCH) {
-        load(moments + channels + at.channel, scale);
-        const float inverse = float(1.0 / *count);
-        const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + at.channel), dy_xhat = load_raw<VEC>(sums + channels + at.channel);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-            level[i] = float(dy_sum.items[i]) * inverse;
-            slope[i] = scale[i] * (float(dy_xhat.items[i]) * inverse);
-        }
-    }
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, !(BATCH && MASK && (ADD || NAMED))>(
         at,
         [&](int u, int row) {
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, walk.pitch[0]) + at.channel);
             if (BATCH || MASK) raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[2]) + at.channel);
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
+        },
+        [&] {
+            if (BATCH) load_sums(moments, sums, count, channels, at.channel, level, slope);
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
         },
         [&](int u, int row) {
             float g[VEC], v[VEC] = {}, z[VEC] = {};
@@ -359,6 +375,56 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             }
             store(dx + row_offset(row, walk.pitch[1]) + at.channel, g);
         });
+}
+
+#endif
+
+// ------------------------------------------------------- backward: apply, and the statistics of another over the same dy
+#if defined(BACKWARD_APPLY_STATS)
+
+// dx as of batch_norm_backward_apply_kernel, dense; and for a batch norm of `other`, the other summand of a sum whose gradient
+// dy is, what batch_norm_backward_stats_kernel leaves of chunks. Pitches: of x, dy, other.
+extern "C" __global__ void __launch_bounds__(256, 2)
+batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
+                                       const float* __restrict__ gamma, const double* __restrict__ sums,
+                                       const double* __restrict__ count, const T* __restrict__ other,
+                                       const float* __restrict__ other_moments, T* __restrict__ dx,
+                                       float* __restrict__ partial, Chunks cut) {
+    await_predecessor();
+    const Share at = chunk_share(cut, UNROLL);
+    float mean[VEC] = {}, scale[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, other_mean[VEC] = {};
+    float sum[VEC] = {}, product[VEC] = {};
+    Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_other[UNROLL];
+    if (at.row < at.rows)
+        for_rows_prepared<UNROLL, true>(
+            at,
+            [&](int u, int row) {
+                raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
+                raw_x[u] = load_raw<VEC>(x + row_offset(row, cut.pitch[0]) + at.channel);
+                raw_other[u] = load_raw<VEC>(other + row_offset(row, cut.pitch[2]) + at.channel);
+            },
+            [&] {
+                float shift[VEC];
+                load(other_moments + at.channel, other_mean);
+                load_sums(moments, sums, count, cut.channels, at.channel, level, slope);
+                load_affine(moments, gamma, nullptr, cut.channels, at.channel, mean, scale, shift);
+            },
+            [&](int u, int row) {
+                float g[VEC], v[VEC], w[VEC];
+                unpack(raw_dy[u], g);
+                unpack(raw_x[u], v);
+                unpack(raw_other[u], w);
+#pragma unroll
+                for (int i = 0; i < VEC; ++i) {
+                    sum[i] += g[i];
+                    product[i] = fmaf(g[i], w[i] - other_mean[i], product[i]);
+                    v[i] -= mean[i];
+                    g[i] -= fmaf(v[i], slope[i], level[i]);
+                    g[i] = fmaf(g[i], scale[i], 0.0f);
+                }
+                store(dx + row_offset(row, cut.channels) + at.channel, g);
+            });
+    leave_sums(sum, product, partial, cut);
 }
 
 #endif

@@ -11,12 +11,12 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda.activation import struct_of
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.convolution.conv2d_statistics import Sums
 from minidl.cuda.grid import int32, ints
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.merge_lanes import FEW_LANES, merge_lanes
+from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
-from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, vector_width, vectors, walk_channels
+from minidl.cuda.norm.statistics import Joined, Parts, beside
+from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, spans, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
 __all__ = [
@@ -25,6 +25,7 @@ __all__ = [
     "batch_norm_activate_backward_stats",
     "batch_norm_apply",
     "batch_norm_backward_apply",
+    "batch_norm_backward_apply_stats",
     "batch_norm_backward_stats",
     "batch_norm_backward_sums",
     "batch_norm_concat",
@@ -40,6 +41,7 @@ THREADS = 256
 # Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
 # Part of the cut, hence of the result's bits.
 TARGET_BLOCKS = 396
+PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once, and under activations other than a ReLU
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
@@ -63,9 +65,16 @@ _ARGUMENT = np.dtype(
 
 @functools.lru_cache(maxsize=4096)
 def cut_rows(
-    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0
+    count: int,
+    channels: int,
+    itemsize: int,
+    vec: int,
+    x_pitch: int,
+    dy_pitch: int = 0,
+    y_pitch: int = 0,
+    blocks: int = TARGET_BLOCKS,
 ) -> Chunks:
-    """The cut for ``count`` rows of ``channels``.
+    """The cut for ``count`` rows of ``channels``; so many ``blocks`` of the kernel fill the device.
 
     Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
     pitch nor the vector width changes a bit of the result.
@@ -78,7 +87,7 @@ def cut_rows(
     ideal_tiles, per_thread, rounds = shapes.ceil_div(ideal, columns), MOST_ROWS_PER_THREAD + 1, 0
     while per_thread > MOST_ROWS_PER_THREAD:
         rounds += 1
-        wanted = max(1, rounds * TARGET_BLOCKS // ideal_tiles)
+        wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
     chunk_rows = lanes * max(per_thread, 8, LEAST_CHUNK_ROWS // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
@@ -92,8 +101,11 @@ def cut_rows(
     return Chunks((chunks, tiles), (threads, lanes), shared, chunks, chunk_rows, argument)
 
 
-def batch_norm_stats(x: Any) -> Any:
-    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64."""
+def batch_norm_stats(x: Any, *, finish: bool = True) -> Any:
+    """Count, means and sums of squared deviations of each channel of ``x`` (..., C): (1 + 2C,) float64.
+
+    Without ``finish`` as they come, for ``batch_norm_finalize`` or ``batch_norm_merge``.
+    """
     code = dtype_code(x, "batch_norm_stats")
     x = as_rows(x)
     count, channels, pitch = rows(x)
@@ -101,15 +113,13 @@ def batch_norm_stats(x: Any) -> Any:
     cut = cut_rows(count, channels, x.itemsize, vec, pitch)
     mean = empty((cut.chunks, channels), np.float64)
     squares = empty((cut.chunks, channels), float32)
-    stats = empty(1 + 2 * channels, np.float64)
     defines = {"STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL}
     launch(
         "batch_norm", "batch_norm_stats_kernel", cut.grid, cut.block,
         x, mean, squares, cut.argument, defines=defines, shared=cut.shared,
     )  # fmt: skip
-    sizes = ints(count, cut.chunk_rows)
-    merge_lanes("batch_norm_merge", "batch_norm_merge_kernel", cut.chunks, channels, mean, squares, stats, *sizes)
-    return stats
+    parts = Parts(mean, count, squares, cut.chunk_rows)
+    return parts.merged() if finish else parts
 
 
 def batch_norm_finalize(
@@ -117,7 +127,7 @@ def batch_norm_finalize(
 ) -> tuple[Any, Any]:
     """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
 
-    Statistics that ``conv2d_stats`` left unfinished are taken, too.
+    Statistics that ``batch_norm_stats`` or ``conv2d_stats`` left unfinished are taken, too.
 
     Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
     unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
@@ -126,9 +136,12 @@ def batch_norm_finalize(
         moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
         count: (1,) float64.
     """
-    if isinstance(stats, Sums):
-        _check_parameters(stats.parts.shape[2], running_mean=running_mean, running_var=running_var)
-        return stats.finalize(eps, running_mean, running_var, momentum)
+    if isinstance(stats, Parts | Joined):
+        _check_parameters(stats.channels, running_mean=running_mean, running_var=running_var)
+        found = stats.finalize(eps, running_mean, running_var, momentum)
+        if found is not None:
+            return found
+        stats = stats.merged()
     assert stats.dtype == np.float64 and dense(stats), checks.describe(stats)
     channels = (stats.shape[-1] - 1) // 2
     parts = 1 if stats.ndim == 1 else stats.shape[0]
@@ -136,30 +149,30 @@ def batch_norm_finalize(
     moments = empty((2, channels), float32)
     count = empty(1, np.float64)
     launch(
-        "batch_norm_merge", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
+        "batch_norm_moments", "batch_norm_finalize_kernel", shapes.ceil_div(channels, 128), 128,
         stats, moments, count, running_mean, running_var, np.float64(eps), np.float64(momentum),
-        *ints(parts, channels), defines={"MERGE": FEW_LANES},
+        *ints(parts, channels),
     )  # fmt: skip
     return moments, count
 
 
 def batch_norm_merge(stats: Any) -> Any:
-    """Statistics that ``conv2d_stats`` left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
-    return stats.statistics() if isinstance(stats, Sums) else stats
+    """Statistics that were left unfinished as ``batch_norm_stats`` has them; finished ones as they are."""
+    return stats.merged() if isinstance(stats, Parts | Joined) else stats
 
 
 def batch_norm_concat(parts: Sequence[Any]) -> Any:
-    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64."""
-    stats, *others = map(batch_norm_merge, parts)
-    for part in others:
-        assert part.dtype == stats.dtype == np.float64, (part.dtype, stats.dtype)
-        first, channels = stats.size // 2, (stats.size + part.size) // 2 - 1
-        both = empty(1 + 2 * channels, np.float64)
-        launch(
-            "batch_norm_merge", "batch_norm_concat_kernel", shapes.ceil_div(both.size, 128), 128,
-            stats, part, both, int32(first), int32(channels), defines={"MERGE": FEW_LANES},
-        )  # fmt: skip
-        stats = both
+    """`batch_norm_stats` of arrays side by side along channels, from those of each, (1 + 2 C_i,) float64.
+
+    They are left unfinished where those of the last array are.
+    """
+    stats = parts[0]
+    for part in parts[1:]:
+        stats = batch_norm_merge(stats)
+        if isinstance(part, Parts):
+            stats = Joined(stats, part)
+        else:
+            stats = beside(stats, batch_norm_merge(part))
     return stats
 
 
@@ -169,8 +182,8 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     _check_parameters(channels, running_mean=running_mean, running_var=running_var)
     moments = empty((2, channels), float32)
     launch(
-        "batch_norm_merge", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), int32(channels), defines={"MERGE": FEW_LANES},
+        "batch_norm_moments", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
+        running_mean, running_var, moments, np.float64(eps), int32(channels),
     )  # fmt: skip
     return moments
 
@@ -336,7 +349,9 @@ def _backward_stats(
     _check_parameters(channels, gamma=gamma, beta=beta, dgamma=dgamma, dbeta=dbeta)
     output = y if mask == 2 else None  # of signs a thread takes the byte, or the part of one, that is of its vector
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, output, masked) if array is not None))
-    cut = cut_rows(count, channels, x.itemsize, vec, x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2])
+    pitches = x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2]
+    blocks = TARGET_BLOCKS if function == "relu" else PAIR_BLOCKS
+    cut = cut_rows(count, channels, x.itemsize, vec, *pitches, blocks)
     partial = empty((cut.chunks, 2, channels), float32)
     defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
     launch(
@@ -353,13 +368,13 @@ def batch_norm_backward_sums(
     """What `batch_norm_backward_stats` returns and writes, from the parts that ``conv2d_backward_data_masked`` left.
 
     Args:
-        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``, added up in their order.
+        parts: (R, 2, C) float32: sums of ``dy`` and of ``dy*(x - mean)``.
     """
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
     args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
-    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args)
+    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args, SUMS=1)
     return sums
 
 
@@ -371,6 +386,36 @@ def batch_norm_backward_apply(
     With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
     """
     return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
+
+
+def batch_norm_backward_apply_stats(
+    dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, other: Any, other_moments: Any
+) -> tuple[Any, Any]:
+    """`batch_norm_backward_apply`, and in the same pass over ``dy`` the sums of a second batch norm with that gradient.
+
+    Args:
+        other, other_moments: its input, the other summand of a sum, and moments.
+
+    Returns:
+        The gradient of ``x``; and for ``batch_norm_backward_sums`` the parts of what `batch_norm_backward_stats` finds
+        of ``dy``, ``other`` and ``other_moments``.
+    """
+    code = dtype_code(dy, "batch_norm_backward_apply_stats", "dy")
+    dy, x, other = as_rows(dy), _same(dy, x), _same(dy, other)
+    count_rows, channels, dy_pitch = rows(dy)
+    _check_parameters(2 * channels, moments=moments, other_moments=other_moments)
+    _check_parameters(channels, gamma=gamma)
+    dx = empty(dy.shape, dy.dtype)
+    vec = spans((dy, x, other, dx), (moments, gamma, other_moments, sums))[3]
+    pitches = rows(x)[2], dy_pitch, rows(other)[2]
+    cut = cut_rows(count_rows, channels, dy.itemsize, vec, *pitches, PAIR_BLOCKS)
+    parts = empty((cut.chunks, 2, channels), float32)
+    launch(
+        "batch_norm", "batch_norm_backward_apply_stats_kernel", cut.grid, cut.block,
+        dy, x, moments, gamma, sums, count, other, other_moments, dx, parts, cut.argument,
+        defines={"BACKWARD_APPLY_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": 2}, shared=cut.shared,
+    )  # fmt: skip
+    return dx, parts
 
 
 def batch_norm_activate_backward_apply(

@@ -1,124 +1,145 @@
-// What chunks of rows found for a batch norm, merged in a fixed order in double, and what is of size C.
+// What parts of a batch norm's rows left, merged in a fixed order in double, and what follows from it for each channel.
 //
-// Layout as in batch_norm.cu. Blocks of the merges: merge_lanes.cuh; the other kernels have a thread for each channel, or
-// element. Cost: bytes below 5 % of what the chunks are of; time is that of one load, of the sums over a block and of the
-// launch.
-#include "common.cuh"
-#include "batch_norm_moments.cuh"
+// Layout as in batch_norm.cu. Blocks: merge_lanes.cuh. Of statistics a part leaves, by -DSUMS:
+//   0: a chunk of rows its mean (chunks, C) double and M2 (chunks, C) float: batch_norm_stats_kernel
+//   1: a patch of a convolution's output its sums and sums of squares (patches, 2, C) float: conv2d_hopper.cu,
+//      conv2d_halo.cu, depthwise_strip.cu; of bfloat16, where they are exact enough (conv2d_columns.cuh)
+// A result depends on the sizes alone, and the tile, not on which block computed which patch when.
+//
+// Cost: reads 8 bytes (1) or 12 (0) per part and channel: of a bf16 tensor in patches of 64 pixels 6 per cent of the
+// bytes, of chunks below 5. What is small takes the time of one load, of the sums over a block, of the last threads'
+// arithmetic, whose operands are therefore loaded first, and of the launch.
 #include "merge_lanes.cuh"
+#include "batch_norm_moments.cuh"
 
-// stats (1 + 2C,) double from the partial results of batch_norm_stats_kernel. Deviations are taken from the first chunk's
-// mean, in double.
-extern "C" __global__ void __launch_bounds__(GROUP * LANES)
-batch_norm_merge_kernel(const double* __restrict__ mean, const float* __restrict__ squares, double* __restrict__ stats, int rows,
-                        int chunk_rows, int chunks, int channels) {
-    await_predecessor();
-    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
-    double v[3] = {};  // sums of count * d, count * d^2, M2
-    if (channel < channels && chunks > 0) {
+#if SUMS
+typedef float First;  // sums and sums of squares
+#else
+typedef double First;  // means
+#endif
+
+// Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known` channels
+// that stand before those of the parts they are in `before`, statistics of as many channels.
+struct Merged {
+    double mean, m2;
+
+    __device__ __forceinline__ Merged(const First* __restrict__ first, const float* __restrict__ squares,
+                                      const double* __restrict__ before, int known, const Count& count,
+                                      int chunk_rows, int chunks, int channels) {
+        const int own = channels - known, channel = read_channel() - known, mine = total_channel() - known;
+        const bool there = 0 <= channel && channel < own, given = mine < 0;
+        double known_mean = 0.0, known_m2 = 0.0;
+        if (given) known_mean = before[1 + total_channel()], known_m2 = before[1 + known + total_channel()];
+#if SUMS
+        double total[2];
+        sum_chunks<float2>(
+            total, there ? chunks : 0,
+            [&](int chunk) {
+                const float* from = first + i64(chunk) * 2 * own + channel;
+                return make_float2(from[0], from[own]);
+            },
+            [&](double(&v)[2], int, const float2& part) {
+                v[0] += part.x;
+                v[1] += part.y;
+            });
+        mean = total[0] * count.inverse;
+        m2 = fma(-total[0], mean, total[1]);
+        // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
+        if (m2 < total[1] * 0x1p-50) m2 = 0.0;
+#else
         struct Part {
             double mean;
             float squares;
         };
-        const double origin = mean[channel];
-        for_chunks<Part>(
-            chunks,
+        const double origin = there && chunks ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
+        mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
+        const int rows = int(count.rows);
+        double total[3];  // sums of count * d, count * d^2, M2
+        sum_chunks<Part>(
+            total, there ? chunks : 0,
             [&](int chunk) {
-                const i64 from = i64(chunk) * channels + channel;
-                return Part{mean[from], squares[from]};
+                const i64 from = i64(chunk) * own + channel;
+                return Part{first[from], squares[from]};
             },
-            [&](int chunk, const Part& part) {
-                const double count = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
-                v[0] += count * d;
-                v[1] += count * d * d;
+            [&](double(&v)[3], int chunk, const Part& part) {
+                const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
+                v[0] += some * d;
+                v[1] += some * d * d;
                 v[2] += part.squares;
             });
+        const double shift = total[0] * count.inverse;
+        mean += shift;
+        m2 = total[2] + (total[1] - total[0] * shift);
+        if (m2 < 0.0) m2 = 0.0;
+#endif
+        if (given) mean = known_mean, m2 = known_m2;
     }
-    sum_lanes(v);
-    channel = blockIdx.x * GROUP + threadIdx.x / 32;
-    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= channels) return;
-    const double count = double(rows), shift = chunks ? v[0] / count : 0.0, m2 = v[2] + (v[1] - v[0] * shift);
-    if (channel == 0) stats[0] = count;
-    stats[1 + channel] = (chunks ? mean[channel] : 0.0) + shift;
-    stats[1 + channels + channel] = m2 < 0.0 ? 0.0 : m2;
+
+    // Into stats (1 + 2C,).
+    __device__ __forceinline__ void leave(double* __restrict__ stats, int rows, int channel, int channels) const {
+        if (channel == 0) stats[0] = rows;
+        stats[1 + channel] = mean;
+        stats[1 + channels + channel] = m2;
+    }
+};
+
+// stats (1 + 2C,) double.
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
+                        double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
+                        int channels) {
+    await_predecessor();
+    const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
+    if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
 
-// sums (2, C) double from partial (chunks, 2, C) float; also the local parameter gradients where their pointers are not null.
-extern "C" __global__ void __launch_bounds__(GROUP * LANES)
+// What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
+                          const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
+                          double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
+                          double eps, double momentum, double inverse, double unbiased, int known, int rows,
+                          int chunk_rows, int chunks, int channels) {
+    await_predecessor();
+    const int channel = total_channel();
+    const bool mine = has_total(channels);
+    const Running running(running_mean, running_var, momentum, mine ? channel : -1);
+    const Count count = {double(rows), inverse, unbiased};
+    const Merged found(first, squares, before, known, count, chunk_rows, chunks, channels);
+    if (!mine) return;
+    running.finalize(count, found.mean, found.m2, moments, eps, channel, channels);
+    if (channel == 0) *total = rows;
+    if (stats) found.leave(stats, rows, channel, channels);
+}
+
+// sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
+// where their pointers are not null.
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
     await_predecessor();
-    int channel = blockIdx.x * GROUP + threadIdx.x % GROUP;
-    double v[2] = {};
-    if (channel < channels) {
-        for_chunks<float2>(
-            chunks,
-            [&](int chunk) {
-                const float* from = partial + i64(chunk) * 2 * channels + channel;
-                return make_float2(from[0], from[channels]);
-            },
-            [&](int, const float2& part) {
-                v[0] += part.x;
-                v[1] += part.y;
-            });
-    }
-    sum_lanes(v);
-    channel = blockIdx.x * GROUP + threadIdx.x / 32;
-    if (threadIdx.x >= GROUP * 32 || threadIdx.x % 32 || channel >= channels) return;
-    v[1] *= moments[channels + channel];
-    sums[channel] = v[0];
-    sums[channels + channel] = v[1];
+    const int from_channel = read_channel(), channel = total_channel();
+    const bool mine = has_total(channels);
+    const float rstd = mine ? moments[channels + channel] : 0.0f;
+    const float old_beta = mine && accumulate && dbeta ? dbeta[channel] : 0.0f;
+    const float old_gamma = mine && accumulate && dgamma ? dgamma[channel] : 0.0f;
+    double total[2];
+    sum_chunks<float2>(
+        total, from_channel < channels ? chunks : 0,
+        [&](int chunk) {
+            const float* from = partial + i64(chunk) * 2 * channels + from_channel;
+            return make_float2(from[0], from[channels]);
+        },
+        [&](double(&v)[2], int, const float2& part) {
+            v[0] += part.x;
+            v[1] += part.y;
+        });
+    if (!mine) return;
+    total[1] *= rstd;
+    sums[channel] = total[0];
+    sums[channels + channel] = total[1];
     // Rounded first: a gradient that is added has the bits of one that stands alone.
-    if (dbeta) dbeta[channel] = (accumulate ? dbeta[channel] : 0.0f) + float(v[0]);
-    if (dgamma) dgamma[channel] = (accumulate ? dgamma[channel] : 0.0f) + float(v[1]);
-}
-
-// One thread per channel: merges the R rows of stats in order, writes moments, count and, in place, running statistics.
-extern "C" __global__ void batch_norm_finalize_kernel(const double* __restrict__ stats, float* __restrict__ moments,
-                                                      double* __restrict__ total, float* __restrict__ running_mean,
-                                                      float* __restrict__ running_var, double eps, double momentum,
-                                                      int parts, int channels) {
-    await_predecessor();
-    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= channels) return;
-    double count = 0.0, mean = 0.0, m2 = 0.0;
-    for (int part = 0; part < parts; ++part) {
-        const double* from = stats + i64(part) * (1 + 2 * i64(channels));
-        const double more = from[0];
-        if (more == 0.0) continue;
-        const double both = count + more, d = from[1 + channel] - mean;
-        mean += d * (more / both);
-        m2 += from[1 + channels + channel] + d * d * (count * (more / both));
-        count = both;
-    }
-    finalize(count, mean, m2, moments, {running_mean, running_var, momentum}, eps, channel, channels);
-    if (channel == 0) *total = count;
-}
-
-// Statistics of some channels beside those of others over the same rows: stats of the channels together. One thread for
-// each element.
-extern "C" __global__ void batch_norm_concat_kernel(const double* __restrict__ first, const double* __restrict__ second,
-                                                    double* __restrict__ stats, int first_channels, int channels) {
-    await_predecessor();
-    const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    if (i > 2 * channels) return;
-    const int moment = max(i - 1, 0) / channels, channel = max(i - 1, 0) % channels, others = channels - first_channels;
-    if (i == 0) {
-        stats[i] = first[i];
-    } else if (channel < first_channels) {
-        stats[i] = first[1 + moment * first_channels + channel];
-    } else {
-        stats[i] = second[1 + moment * others + channel - first_channels];
-    }
-}
-
-extern "C" __global__ void batch_norm_eval_moments_kernel(const float* __restrict__ running_mean,
-                                                          const float* __restrict__ running_var,
-                                                          float* __restrict__ moments, double eps, int channels) {
-    await_predecessor();
-    const int channel = blockIdx.x * blockDim.x + threadIdx.x;
-    if (channel >= channels) return;
-    moments[channel] = running_mean[channel];
-    moments[channels + channel] = float(1.0 / sqrt(double(running_var[channel]) + eps));
+    if (dbeta) dbeta[channel] = old_beta + float(total[0]);
+    if (dgamma) dgamma[channel] = old_gamma + float(total[1]);
 }

@@ -2,19 +2,40 @@
 #pragma once
 #include "common.cuh"
 
-struct Running {
-    float *mean, *variance;  // (C,) or null; updated in place, the variance with the unbiased one
-    double momentum;
+// A number of rows and what sums over them are multiplied by, ready before the sums are: 1/rows, or 0; 1/(rows - 1), or 1.
+struct Count {
+    double rows, inverse, unbiased;
 };
 
-DEVICE void finalize(double count, double mean, double m2, float* __restrict__ moments, const Running& running, double eps,
-                     int channel, int channels) {
-    const double variance = count > 0.0 ? m2 / count : 0.0;
-    moments[channel] = float(mean);
-    moments[channels + channel] = float(1.0 / sqrt(variance + eps));
-    if (count == 0.0) return;
-    const double unbiased = count > 1.0 ? m2 / (count - 1.0) : variance, momentum = running.momentum;
-    if (running.mean) running.mean[channel] = float((1.0 - momentum) * running.mean[channel] + momentum * mean);
-    if (running.variance)
-        running.variance[channel] = float((1.0 - momentum) * running.variance[channel] + momentum * unbiased);
+// 1/sqrt(x) to the last bits, of a normal number: without the branch for others that a library has, and its registers.
+DEVICE double inverse_root(double x) {
+    double root;
+    asm("rsqrt.approx.ftz.f64 %0, %1;" : "=d"(root) : "d"(x));
+#pragma unroll
+    for (int i = 0; i < 2; ++i) root = fma(0.5 * root, fma(-x * root, root, 1.0), root);
+    return root;
 }
+
+// Running statistics of a channel: (C,) each or null, updated in place, the variance with the unbiased one. They are read
+// when this is made.
+struct Running {
+    float *mean, *variance;
+    double momentum, old_mean, old_variance;
+
+    // Of a channel, or of none below zero.
+    __device__ __forceinline__ Running(float* mean, float* variance, double momentum, int channel)
+        : mean(mean), variance(variance), momentum(momentum) {
+        old_mean = mean && channel >= 0 ? mean[channel] : 0.0f;
+        old_variance = variance && channel >= 0 ? variance[channel] : 0.0f;
+    }
+
+    __device__ __forceinline__ void finalize(const Count& count, double batch_mean, double m2, float* __restrict__ moments,
+                                             double eps, int channel, int channels) const {
+        moments[channel] = float(batch_mean);
+        moments[channels + channel] = float(inverse_root(m2 * count.inverse + eps));
+        if (count.rows == 0.0) return;
+        const double unbiased = m2 * count.unbiased;
+        if (mean) mean[channel] = float((1.0 - momentum) * old_mean + momentum * batch_mean);
+        if (variance) variance[channel] = float((1.0 - momentum) * old_variance + momentum * unbiased);
+    }
+};

@@ -45,7 +45,7 @@ struct NormalizedBackward {
         load(moments + channels + c, scale);
         load(gamma + c, weight);
 #if BATCH
-        const float inverse = float(1.0 / *count);
+        const float inverse = inverse_of(*count);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) {
             level[i] = float(sums[c + i]) * inverse;

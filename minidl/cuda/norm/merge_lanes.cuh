@@ -1,43 +1,103 @@
 // Merging partial results per chunk and channel in a fixed order, in double: blocks of GROUP channels (one 32-byte sector of
 // floats) by LANES threads over the chunks.
 //
-// Variants: -DMERGE=32 or 128, the lanes.
+// Variants: -DSHARES=1, 2, 4 or 8, into how many the chunks are shared out, each summed by the lanes of a block;
+// -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one share
+// after another, in the same order. Blocks: CLUSTER for each group of channels.
+//
+// On an H200 256 threads take 2.5 us with few chunks and 1 us more for each round of loads; 1024 threads begin 1.1 us later,
+// and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels).
+// Counters in global memory, by which the last block of any number would go on, must be zero at first and apart for
+// kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them alone.
 #pragma once
 #include "common.cuh"
+#if CLUSTER > 1
+#include "hopper.cuh"
+#define CLUSTERED __cluster_dims__(CLUSTER)
+#else
+#define CLUSTERED
+#endif
 
-constexpr int GROUP = 8, LANES = MERGE;
+constexpr int GROUP = 8, LANES = 32;
 constexpr int WARPS = GROUP * LANES / 32;
-static_assert(WARPS >= GROUP && WARPS <= 32, "a warp sums a channel of the group");
+static_assert(WARPS == GROUP, "a warp sums a channel of the group");
+static_assert(CLUSTER == 1 || CLUSTER == SHARES, "a block has one share, or all");
 
-// Sums over the lanes of a block of GROUP * LANES threads. Warp c < GROUP returns the totals of channel c of the group.
-template <int N>
-DEVICE void sum_lanes(double (&v)[N]) {
-    __shared__ double parts[N][GROUP][WARPS];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 8);
-        v[i] += __shfl_xor_sync(0xffffffffu, v[i], 16);
-        if (lane < GROUP) parts[i][lane][warp] = v[i];
-    }
-    __syncthreads();
-    if (warp < GROUP)
-#pragma unroll
-        for (int i = 0; i < N; ++i) v[i] = warp_sum(lane < WARPS ? parts[i][warp][lane] : 0.0);
+// The group's channel whose chunks this thread reads, and that whose totals it has at the end.
+DEVICE int read_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x % GROUP; }
+DEVICE int total_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x / 32; }
+
+// Whether this thread has totals at the end.
+DEVICE bool has_total(int channels) {
+#if CLUSTER > 1
+    if (cluster_rank() > 0) return false;
+#endif
+    return threadIdx.x % 32 == 0 && total_channel() < channels;
 }
 
-// add(chunk, what) with what load(chunk) gave, for this thread's chunks in order: as many loads as a thread mostly has are
+// add(v, chunk, what) with what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has are
 // on their way at once, for what a merge takes is the time of one.
-template <class What, class Load, class Add>
-DEVICE void for_chunks(int chunks, Load load, Add add) {
-    constexpr int AHEAD = 8;
-    for (int begin = threadIdx.x / GROUP; begin < chunks; begin += AHEAD * LANES) {
+template <class What, int N, class Load, class Add>
+DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add) {
+    constexpr int AHEAD = sizeof(What) > 8 ? 4 : SHARES == 8 ? 16 : 8, STEP = SHARES * LANES;
+    for (int begin = first; begin < chunks; begin += AHEAD * STEP) {
         What what[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-            if (begin + i * LANES < chunks) what[i] = load(begin + i * LANES);
+            if (begin + i * STEP < chunks) what[i] = load(begin + i * STEP);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-            if (begin + i * LANES < chunks) add(begin + i * LANES, what[i]);
+            if (begin + i * STEP < chunks) add(v, begin + i * STEP, what[i]);
     }
+}
+
+// The totals of a channel over `chunks` chunks, in the threads that have them; add(v, chunk, what) adds what load(chunk)
+// gave. To be called once, by all threads.
+template <class What, int N, class Load, class Add>
+DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
+    __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#if CLUSTER > 1
+    cluster_arrive();  // that the first block has begun is known below, before others write into it
+    const int first = cluster_rank(), last = first + 1;
+#else
+    constexpr int first = 0, last = SHARES;
+#endif
+    for (int share = first; share < last; ++share) {
+        double v[N] = {};
+        add_chunks<What>(v, share * LANES + threadIdx.x / GROUP, chunks, load, add);
+        if (share > first) __syncthreads();  // parts have been read
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            v[i] += __shfl_xor_sync(0xffffffffu, v[i], 8);
+            v[i] += __shfl_xor_sync(0xffffffffu, v[i], 16);
+            if (lane < GROUP) parts[i][lane][warp] = v[i];
+        }
+        __syncthreads();
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            total[i] = lane < WARPS ? parts[i][warp][lane] : 0.0;
+#pragma unroll
+            for (int offset = WARPS / 2; offset > 0; offset /= 2)
+                total[i] += __shfl_xor_sync(0xffffffffu, total[i], offset);
+            if (CLUSTER == 1 && SHARES > 1 && lane == 0) shares[share][warp][i] = total[i];
+        }
+    }
+    if (SHARES == 1) return;
+#if CLUSTER > 1
+    cluster_wait();
+    if (lane == 0)
+#pragma unroll
+        for (int i = 0; i < N; ++i) store_in_block(shared_address(&shares[first][warp][i]), 0, total[i]);
+    __syncwarp();
+    cluster_arrive();
+    cluster_wait();
+#endif
+    if (lane == 0)  // in the first block, of what this thread wrote itself or what others did
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            total[i] = 0.0;
+#pragma unroll
+            for (int share = 0; share < SHARES; ++share) total[i] += shares[share][warp][i];
+        }
 }

@@ -4,22 +4,40 @@ from __future__ import annotations
 
 from typing import Any
 
+from minidl.cuda.device import current_device
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-__all__ = ["FEW_LANES", "merge_lanes"]
+__all__ = ["merge_lanes"]
 
 GROUP = 8  # channels of a block
-LANES, FEW_LANES, FEW_CHUNKS = 128, 32, 256  # threads over the chunks of a channel; where fewer do
+LANES = 32  # threads over the chunks of a channel
+EACH = 8  # chunks that a lane reads at once
+# More chunks than these are shared out among the blocks of a cluster; into how many shares at most.
+FEW, SHARES = 512, 8
+# Blocks beyond which clusters wait for each other; and where lanes have so many chunks that it pays.
+BLOCKS, MANY_BLOCKS, MANY = 128, 256, 64
 
 
-def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, **defines: str) -> None:
-    """Start a kernel of ``<stem>.cu`` that merges partial results in the order of their chunks.
+def shares_of(chunks: int, groups: int) -> int:
+    """Into how many the chunks are shared out, as measured on an H200: by sizes alone, as the order of sums follows."""
+    shares = 1
+    while chunks > FEW and shares < SHARES and chunks > shares * LANES * EACH:
+        if 2 * shares * groups > (MANY_BLOCKS if chunks > shares * LANES * MANY else BLOCKS):
+            break
+        shares *= 2
+    return shares
+
+
+def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, **defines: int) -> None:
+    """Start a kernel of ``<stem>.cu`` that merges partial results in an order that follows from their number.
 
     Args:
         args: all of the kernel's but the last two, ``chunks`` and ``channels``.
     """
-    lanes = FEW_LANES if chunks <= FEW_CHUNKS else LANES
-    macros = {"MERGE": lanes, **defines}
-    launch(stem, kernel, ceil_div(channels, GROUP), GROUP * lanes, *args, *ints(chunks, channels), defines=macros)
+    groups = ceil_div(channels, GROUP)
+    shares = shares_of(chunks, groups)
+    cluster = shares if current_device().arch >= (9, 0) else 1
+    macros = {"SHARES": shares, "CLUSTER": cluster, **defines}
+    launch(stem, kernel, groups * cluster, GROUP * LANES, *args, *ints(chunks, channels), defines=macros)

@@ -15,6 +15,14 @@ DEVICE float normalize(float x, float mean, float scale, float shift) {
     return fmaf(FOLDED ? x : x - mean, scale, shift);
 }
 
+// 1/count, for a count from 1 on: forty bits of it, rounded. A division's branch for odd operands would hold up the loads
+// behind it.
+DEVICE float inverse_of(double count) {
+    double inverse;
+    asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(count));
+    return float(fma(fma(-count, inverse, 1.0), inverse, inverse));
+}
+
 // The forward pass rounds to T: half of the smallest number of T rounds to zero, what is larger does not.
 template <class S> struct RoundsToZero;
 template <> struct RoundsToZero<float> { static constexpr float most = 0.0f; };
