@@ -5,7 +5,9 @@
 
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
 `steps` times captured training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
-(`adaptive`), with PyTorch beside; the first losses of all plans are compared. `pairs` tries all ways of two batch norms
+(`adaptive`), with PyTorch beside; the first losses of all plans are compared. Convolutions decline to normalise what
+they read where a pass of its own should be faster, in the plan `bnff` too; in the arm `bnff-everywhere` none declines:
+that is what the literature's restructuring costs on these kernels. `pairs` tries all ways of two batch norms
 that share a convolution, and tells how far the measured plan is from the best (its regret). All three go by one tuning
 of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse --map` draws it).
 `convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each case, and a second
@@ -21,10 +23,12 @@ import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -37,21 +41,29 @@ from minidl import fusion
 from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
+from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
 from minidl.fusion.apply import machine_of
+from minidl.fusion.clock import BUDGET, DeviceClock
 from minidl.fusion.cost import heuristic
+from minidl.fusion.groups import Group, groups
 from minidl.fusion.map import compile_map, measure_map
+from minidl.fusion.measure import PASSES, compile_ahead, measure
 from minidl.fusion.piece import cut
-from minidl.fusion.tune import BUDGET, PASSES, DeviceClock, Group, compile_ahead, groups, measure, told
 from minidl.fusion.tune import fastest as fastest_plan
+from minidl.fusion.tune import told
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Timing
+from minidl.profile.timing import Timing, balanced
 
 Row = dict[str, Any]
 LOSSES = 3  # steps whose losses are compared
 STEPS = 5  # of a sample
+BEFORE = 2  # steps before a sample, until the clock is what the plan lets it be
+EVERYWHERE = "bnff-everywhere"
+ARMS = list(fusion.CHOICES)
+ARMS.insert(ARMS.index("bnff") + 1, EVERYWHERE)
 TOLERANCE = 2e-2  # of their losses, in 16 bits
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
 
@@ -65,9 +77,10 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--image-size", type=int)
     p.add_argument("--classes", type=int)
     p.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
-    p.add_argument("--arms", nargs="+", default=list(fusion.CHOICES), choices=fusion.CHOICES, help="plans of the steps")
+    p.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
     p.add_argument("--samples", type=int, default=7)
+    p.add_argument("--most-pairs", type=int, default=1000, help="of neighbours, evenly chosen where there are more")
     p.add_argument("--compile", action="store_true", help="only compile the kernels")
     p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
     p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
@@ -164,14 +177,15 @@ def _show_sites(rows: list[Row]) -> None:
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each distinct pair of batch norms with a convolution between them: the plan's ways and the best."""
-    found, seen = tuned(a, case), set()
-    rows = []
+    found, distinct = tuned(a, case), {}
     for one, other in itertools.permutations(found.groups, 2):
         if {s.taker for s in one.sites} & {s.producer for s in other.sites} - {None}:
             piece = cut(found.graph, (*one.sites, *other.sites), found.setup.batch)
-            if piece is not None and piece.key not in seen:
-                seen.add(piece.key)
-                rows.append(_pair(found, piece, one, other))
+            if piece is not None:
+                distinct.setdefault(piece.key, (piece, one, other))
+    chosen = list(distinct.values())[:: max(-(-len(distinct) // a.most_pairs), 1)]
+    print(f"{found.setup.title}: {len(chosen)} of {len(distinct)} pairs", flush=True)
+    rows = [_pair(found, *pair) for pair in chosen]
     found.clock.release()
     rows.sort(key=lambda row: -row["regret"])
     table = [
@@ -216,19 +230,21 @@ def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
 def steps(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each plan."""
     setup = setup_of(a, case)
-    warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", warm.this_gpu())
+    _compile_steps(setup, a.arms)
     measured = tuned(a, case) if "adaptive" in a.arms else None
     step = TrainingStep(setup.graph(), batch=setup.batch, device="cuda", precision=setup.precision)
-    plans = {how: fusion.fuse(step.model, measured.plan if how == "adaptive" else how) for how in a.arms}
+    forced = {"adaptive": measured.plan if measured else None, EVERYWHERE: "bnff"}
+    plans = {how: fusion.fuse(step.model, forced.get(how, how)) for how in a.arms}
     start = step.model.state_dict(), step.optimizer.state_dict()
     losses, replays = {}, {}
     for how, plan in plans.items():
         fusion.fuse(step.model, plan)
         step.model.load_state_dict(start[0])
         step.optimizer.load_state_dict(start[1])
-        losses[how] = [float(step().loss) for _ in range(LOSSES)]
-        _clean()
-        replays[how] = step.capture(None, next(iter(replays.values()), None))  # in one room: they take turns
+        with _kernels_of(how):
+            losses[how] = [float(step().loss) for _ in range(LOSSES)]
+            _clean()
+            replays[how] = step.capture(None, next(iter(replays.values()), None))  # in one room: they take turns
     rivals = {arm: bench_train.theirs(setup, arm, start[0]) for arm in a.peers}
 
     def wait() -> None:
@@ -246,6 +262,7 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
         "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
         "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
         "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest,
+        "samples_ms": [round(ms, 4) for ms in found[how].samples_ms],
         "tuning_s": measured.seconds if how == "adaptive" else None,
     } for how in a.arms]  # fmt: skip
     columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]
@@ -259,12 +276,34 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
     return rows
 
 
+@contextmanager
+def _kernels_of(arm: str) -> Iterator[None]:
+    """Within, no convolution of the arm that says so declines to normalise what it reads."""
+    if arm != EVERYWHERE:
+        yield
+        return
+    pays = lambda *_: True  # noqa: E731
+    weighs = lambda conv: conv.groups == 1  # noqa: E731
+    with mock.patch.object(conv2d_hopper, "normalizing_pays", pays):
+        with mock.patch.object(conv2d_weight_hopper, "normalizes", weighs):
+            yield
+
+
+def _compile_steps(setup: Setup, arms: list[str]) -> None:
+    """Compile what the steps will run."""
+    warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", warm.this_gpu())
+    if EVERYWHERE in arms:
+        with _kernels_of(EVERYWHERE):
+            warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "bnff", warm.this_gpu())
+
+
 def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], samples: int) -> dict[str, Timing]:
-    for one in everyone.values():
-        bench_train.block_ms(one, 2, wait)
-    taken: dict[str, list[float]] = {arm: [] for arm in everyone}
-    for turn in range(samples):  # every other one backwards: what ran before changes the clock of what runs next
-        for arm in list(everyone)[:: 1 if turn % 2 == 0 else -1]:
+    """At least so many samples of each, in all of the orders of `balanced`."""
+    arms, orders = list(everyone), balanced(len(everyone))
+    taken: dict[str, list[float]] = {arm: [] for arm in arms}
+    for order in orders * -(-samples // len(orders)):
+        for arm in (arms[i] for i in order):
+            bench_train.block_ms(everyone[arm], BEFORE, wait)
             taken[arm].append(bench_train.block_ms(everyone[arm], STEPS, wait))
     return {arm: Timing(tuple(ms)) for arm, ms in taken.items()}
 
@@ -297,12 +336,13 @@ PARTS = {**BY_CASE, "map": map_, "convolutions": convolutions}
 
 def compiled(a: argparse.Namespace) -> None:
     """Compile what the parts will run of the cases, one after the other."""
-    mode, device = precision(a.precision), warm.this_gpu()
+    mode = precision(a.precision)
     for setup in (setup_of(a, case) for case in a.cases):
         started, graph = time.perf_counter(), setup.graph()
         if "steps" in a.parts:
-            warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "adaptive", device)
-        compile_ahead(graph, setup.batch, mode, groups(graph, setup.batch, mode, machine_of(ops), everything=True))
+            _compile_steps(setup, a.arms)
+        found = groups(graph, setup.batch, mode, machine_of(ops), everything="sites" in a.parts)
+        compile_ahead(graph, setup.batch, mode, found)
         print(f"{setup.title}: kernels after {time.perf_counter() - started:.1f} s", flush=True)
     if "map" in a.parts:
         compile_map(a.batch, mode, machine_of(ops))

@@ -8,10 +8,12 @@ A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: e
 serial, which is compiled with each kernel beginning when the last has ended; with a plan of batch-norm fusion after a
 colon: ``compiled:elementwise``. Both sides run the same layers from the same
 weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
-machine meets all; after each block one step is timed that finds the GPU idle, until its call returns: the host's time.
+machine meets all, and each follows each of the others; after each block one step is timed that finds the GPU idle,
+until its call returns: the host's time.
 Losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch runs channels_last:
-eager, and on a GPU also as a CUDA graph and compiled. bf16 is autocast there, storage here. Bytes are the driver's:
-what a running arm holds, weights and kernels included, what its first steps only tried out excluded.
+eager, and on a GPU also as a CUDA graph, compiled, and as the CUDA graph of what it compiled. bf16 is autocast there,
+storage here. Bytes are the driver's: what a running arm holds, weights and kernels included, what its first steps only
+tried out excluded.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
 from minidl import checks, models
+from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.compile import CompiledStep
 from minidl.cuda.launch import overlapping
@@ -37,13 +40,14 @@ from minidl.fusion import fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Timing
+from minidl.profile.timing import Timing, balanced
 from minidl.step import EagerStep
 
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 CHECKED_STEPS = 4  # a compiled step replays from the third on
 STARTED = time.perf_counter()
 TOLERANCE = {"fp32": 1e-3}  # of losses, relative; else 3e-2
+PEERS = ("torch-eager", "torch-graph", "torch-compile", "torch-compile-graph")
 
 Step = Callable[[], Any]
 
@@ -56,13 +60,13 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--arms", nargs="+", metavar="ARM", help="KIND[:PLAN]; default: all that apply")
     p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
-    p.add_argument("--peers", nargs="*", help="of torch-eager, torch-graph, torch-compile; default: all that apply")
+    p.add_argument("--peers", nargs="*", choices=PEERS, help=f"of {', '.join(PEERS)}; default: all that apply")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     checks.at_least("bench_train", "--blocks", a.blocks, 2)
     gpu = a.device == "cuda"
     if a.peers is None:
-        a.peers = ["torch-eager"] + (["torch-graph", "torch-compile"] if gpu else [])
+        a.peers = list(PEERS) if gpu else ["torch-eager"]
     if a.arms is None:
         a.arms = ["eager", "compiled", "compiled:elementwise"] if gpu else ["eager", "eager:elementwise"]
     return a
@@ -158,21 +162,21 @@ def theirs(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> Step:
     torch.backends.cudnn.benchmark = True
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
     peer = TorchGraph(setup.graph()).load(state).to(device)
-    network = torch.compile(peer) if arm == "torch-compile" else peer
+    network, replayed = torch.compile(peer) if "compile" in arm else peer, arm.endswith("graph")
     optimizer = torch.optim.SGD(peer.parameters(), LR, MOMENTUM, weight_decay=DECAY)
     images, labels = data(setup)
     x, t = from_nhwc(images, device), torch.from_numpy(labels).long().to(device)
     half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
 
     def step() -> Any:
-        optimizer.zero_grad(set_to_none=arm != "torch-graph")
+        optimizer.zero_grad(set_to_none=not replayed)
         with torch.autocast(device, dtype=half or torch.bfloat16, enabled=half is not None):
             loss = torch.nn.functional.cross_entropy(network(x), t)
         loss.backward()
         optimizer.step()
         return loss.detach()
 
-    return captured(step) if arm == "torch-graph" else step
+    return captured(step) if replayed else step
 
 
 def captured(step: Step) -> Step:
@@ -203,7 +207,7 @@ def peer(setup: Setup, arm: str, state: dict[str, np.ndarray], expected: list[fl
     before = used_bytes(setup.device)
     step = theirs(setup, arm, state)
     # The capture has taken steps already.
-    losses = [float(step()) for _ in range(CHECKED_STEPS)] if arm != "torch-graph" else expected
+    losses = [float(step()) for _ in range(CHECKED_STEPS)] if not arm.endswith("graph") else expected
     if not np.allclose(losses, expected, rtol=TOLERANCE.get(setup.precision, 3e-2)):
         raise AssertionError(f"{arm} computes something else: losses {losses}, ours {expected}")
     clean(setup.device)
@@ -253,6 +257,8 @@ def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict
 def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     """The rows of one case, an arm each."""
     tell(f"{setup.title} {setup.precision}")
+    for plan in dict.fromkeys(name.partition(":")[2] for name in a.arms if a.device == "cuda"):
+        warm.compile_ahead(setup.graph(), setup.batch, setup.precision, plan or "none", warm.this_gpu())
     ours = Ours(setup)
     losses, held = compared(ours, a.arms, setup.precision)
     arms = {name: ours.arm(name) for name in a.arms}
@@ -271,8 +277,10 @@ def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
     tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
     hosts: dict[str, list[float]] = {arm: [] for arm in arms}
+    names, orders = list(arms), balanced(len(arms))
     for block in range(a.blocks + 1):
-        for arm, (step, prepare) in arms.items():
+        for arm in (names[i] for i in orders[block % len(orders)]):
+            step, prepare = arms[arm]
             prepare()
             ms = block_ms(step, a.steps if block else CHECKED_STEPS, wait)
             if block:

@@ -22,7 +22,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers.join import defer_gates, leave_strided, share_buffers
+from minidl.layers.join import leave_strided, share_buffers
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
@@ -34,7 +34,7 @@ from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
 from minidl.store import TensorStore
 from minidl.summary import Summary, summarize
-from minidl.value import Value, finished, materialize
+from minidl.value import Value, addend, finished, materialize
 
 __all__ = ["Model"]
 
@@ -111,7 +111,6 @@ class Model(checks.Told):
         for layer in graph.layers:
             layer.bind(self.arena, self.ops, **services)
         self._places = share_buffers(graph)
-        defer_gates(graph)
         leave_strided(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
@@ -283,9 +282,7 @@ class Model(checks.Told):
             layer.needs_input_grad = self._needs_input_grad[node.index]
             self.arena.reach(layer.name)
             single = node.inputs[0] if len(node.inputs) == 1 else None
-            add = grads[single] if single is not None else None
-            if not isinstance(add, layer.accepts_owed):
-                add = finished(self.ops, add)
+            add = addend(self.ops, layer, grads[single]) if single is not None else None
             dx = layer.backward(dy, add=add)
             self.arena.make_room()
             if not layer.needs_input_grad:

@@ -22,6 +22,8 @@ __all__ = [
     "Origin",
     "PooledGradient",
     "Value",
+    "activated",
+    "addend",
     "finished",
     "materialize",
     "owed",
@@ -59,7 +61,8 @@ RELU = Function("relu", keeps_output=True)
 
 @dataclass(frozen=True)
 class Origin:
-    """What a value is made of: the sum of ``terms``, each normalised or plain, then ReLU if ``relu``.
+    """What a value is made of: the sum of ``terms``, each normalised or plain, then ReLU if ``relu``; or another
+    activation, ``function``, of one normalised term.
 
     Without terms nothing is known of what the ReLU is over: then the value's array is there. ``owner``: name of the
     ReLU that finished it; none where a convolution did its work already.
@@ -68,6 +71,12 @@ class Origin:
     terms: tuple[Normalized | Any, ...]
     relu: bool = False
     owner: str = ""
+    function: Function | None = None
+
+    @property
+    def open(self) -> bool:
+        """Whether it is the sum itself, which more can be added to."""
+        return not self.relu and self.function is None
 
 
 @dataclass(frozen=True, init=False)
@@ -116,6 +125,13 @@ def owed(value: Value) -> Normalized | None:
     return term if isinstance(term, Normalized) and term.gamma is not None and term.beta is not None else None
 
 
+def activated(value: Any) -> tuple[Normalized, Function] | None:
+    """The batch norm and the activation over it, other than a ReLU, that are still owed."""
+    if not isinstance(value, Value) or value.array is not None or value.origin.function is None:
+        return None
+    return value.origin.terms[0], value.origin.function
+
+
 def _first(value: Value) -> Any:
     """Any array that has the value's shape and dtype."""
     if value.array is not None:
@@ -130,6 +146,10 @@ def materialize(ops: ModuleType, value: Value) -> Value:
     if value.array is not None:
         return value
     assert value.origin is not None, "a value needs an array or an origin"
+    if (both := activated(value)) is not None:
+        term, (name, slope, _) = both
+        array = ops.batch_norm_activate(term.raw, term.moments, term.gamma, term.beta, name, slope)
+        return Value(array, value.origin, value.stats)
     owed = [term for term in value.origin.terms if isinstance(term, Normalized)]
     array, signs = None, None
     for term in value.origin.terms:
@@ -196,12 +216,16 @@ class MaskedGradient:
     def finish(self, ops: ModuleType) -> Any:
         """The masked gradient as an array."""
         if self.array is None:
-            name, slope, _ = self.function
             if self.term is None:
                 self.array = ops.relu_backward(self.dy, self.y)
             else:
-                self.array = ops.activate_backward(self.dy, self._kept(ops, self.term), name, slope)
+                self.array = self._behind(ops, self.dy)
         return self.array
+
+    def _behind(self, ops: ModuleType, dy: Any) -> Any:
+        """``dy`` times the slope of the activation over the batch norm."""
+        name, slope, _ = self.function
+        return ops.activate_backward(dy, self._kept(ops, self.term), name, slope)
 
     def _kept(self, ops: ModuleType, term: Normalized) -> Any:
         """What the activation would have kept over the batch norm: its output, or its input."""
@@ -236,18 +260,27 @@ class PooledGradient(MaskedGradient):
 class GatedGradient(MaskedGradient):
     """The gradient of an image that a gate multiplies: the product ``dy * gate`` is still owed.
 
-    Nobody gets it but the pooling that reads the same image, as what it has to add (`layers.join.defer_gates`).
+    A pooling that has it to add, as in squeeze and excitation, adds the gradient of its means. Where the image itself
+    was owed, an activation over a batch norm, that one leaves all to the batch norm.
+
+    Attributes:
+        gate: (N, 1, 1, C).
+        sums: of ``batch_norm_gate_gradient``, where the image was owed.
+        dmean: like ``gate``: the gradient of the image's means over its pixels, which is owed too; None: there is none.
+        behind: whether the slope of the activation is owed, too: it is the gradient of the batch norm's output then.
     """
 
-    __slots__ = ("gate",)
+    __slots__ = ("behind", "dmean", "gate", "sums")
 
-    def __init__(self, dy: Any, gate: Any):
-        super().__init__(dy)
-        self.gate = gate
+    def __init__(self, dy: Any, gate: Any, term: Normalized | None = None, function: Function = RELU, sums: Any = None):
+        super().__init__(dy, term=term, function=function)
+        self.gate, self.sums, self.dmean, self.behind = gate, sums, None, False
 
     def finish(self, ops: ModuleType) -> Any:
         if self.array is None:
-            self.array = ops.mul(self.dy, self.gate)
+            gate = self.dy, self.gate
+            product = ops.mul(*gate) if self.dmean is None else ops.gate_backward(*gate, self.dmean)
+            self.array = self._behind(ops, product) if self.behind else product
         return self.array
 
 
@@ -269,6 +302,11 @@ class SpacedGradient(MaskedGradient):
 
     def finish(self, ops: ModuleType) -> Any:
         raise AssertionError("the convolution that it was left to adds it")
+
+
+def addend(ops: ModuleType, layer: Any, gradient: Any) -> Any:
+    """A gradient as a layer's ``backward`` takes it to add."""
+    return gradient if isinstance(gradient, layer.accepts_owed) else finished(ops, gradient)
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

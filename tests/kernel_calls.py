@@ -119,6 +119,25 @@ def call_batch_norm() -> None:
             ops.batch_norm_activate_backward_apply(x, x, moments, gamma, beta, None, None, function, 0.1, add=x)
 
 
+def call_gated_norm() -> None:
+    for dtype in STORAGE:
+        arrays = list(activations(dtype))
+        # Every function with some vectors, every width of vectors with one.
+        for x, function in [*((x, "silu") for x in arrays), *((arrays[0], f) for f in ACTIVATIONS)]:
+            n, channels = x.shape[0], x.shape[-1]
+            gamma, beta, dgamma, dbeta = parameters(*[channels] * 4)
+            moments, count = ops.empty((2, channels), np.float32), ops.empty(1, np.float64)
+            gate = ops.batch_norm_means(x, moments, gamma, beta, function, 0.1)
+            assert gate.shape == (n, 1, 1, channels)
+            assert ops.batch_norm_gate(x, moments, gamma, beta, gate, function, 0.1).shape == x.shape
+            dgate, parts = ops.batch_norm_gate_gradient(x, x, moments, gamma, beta, function, 0.1)
+            options = {"dgamma": dgamma, "dbeta": dbeta, "accumulate": True}
+            sums = ops.batch_norm_gate_backward_stats(parts, gate, dgate, 35, moments, **options)
+            for known in ((sums, count), (None, None)):
+                facts = gate, dgate, x, moments, gamma, beta
+                assert ops.batch_norm_gate_backward_apply(x, *facts, *known, function, 0.1).shape == x.shape
+
+
 def call_activation() -> None:
     for dtype in STORAGE:
         arrays = list(activations(dtype))

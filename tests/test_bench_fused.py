@@ -78,7 +78,7 @@ def test_launches_are_noted_beside_another_profiler():
     assert beside.graphs == ["marks"]
 
 
-@pytest.mark.parametrize("model", ["resnet20", "unet", "densenet121"])
+@pytest.mark.parametrize("model", ["resnet20", "unet", "densenet121", "efficientnet_b0"])
 @pytest.mark.parametrize("plan", ["elementwise", "statistics", "gradients", "bnff"])
 def test_every_pass_without_kernels_has_a_layer_with_kernels_that_does_it(plan, model):
     _, before, _ = dry("none", model)

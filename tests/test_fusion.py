@@ -327,7 +327,9 @@ def test_sites_of_a_network_of_other_activations():
     assert {kind for name, (kind, *_) in found.items() if "narrow" in name} == {"sum"}
     for site in fusion.find_sites(mobile()):
         possible = {mode for way in candidates(site) for mode in modes_of(way)}
-        assert possible == ({"elementwise", "statistics"} if site.producer else {"elementwise"})
+        beside = {"statistics": site.producer, "gated": site.gated}
+        assert possible == {"elementwise", *(mode for mode, there in beside.items() if there)}
+    assert [site.gated for site in fusion.find_sites(mobile()) if site.gated] == ["block1.deep.2"]
 
 
 def test_depthwise_convolutions_take_statistics_on_every_gpu():
@@ -343,7 +345,8 @@ def test_depthwise_convolutions_take_statistics_on_every_gpu():
 
 
 def test_an_activation_over_an_unfinished_batch_norm_keeps_nothing_of_its_own(cpu_ops):
-    """Those that keep their input need the batch norm's output no more; others share theirs with the next layer."""
+    """Those that keep their input need the batch norm's output no more; others share theirs with the next layer. What a
+    gate multiplies is not kept either."""
     kept = []
     for how in ("none", "elementwise"):
         model = fused(mobile, how, cpu_ops)
@@ -351,7 +354,8 @@ def test_an_activation_over_an_unfinished_batch_norm_keeps_nothing_of_its_own(cp
         kept.append(model.store.saved_bytes)
     over_norms = [model.graph[site.readers[0]] for site in fusion.find_sites(model.graph) if site.kind == "activation"]
     outputs = [2 * 4 * prod(node.shape) for node in over_norms if isinstance(node.layer, (m.SiLU, m.Hardswish))]
-    assert len(outputs) == 4 and kept[0] - kept[1] == sum(outputs)
+    (gated,) = (4 * 2 * prod(model.graph[site.gated].shape) for site in fusion.find_sites(model.graph) if site.gated)
+    assert len(outputs) == 4 and kept[0] - kept[1] == sum(outputs) + gated
 
 
 def test_sites_that_stand_alone_say_why():

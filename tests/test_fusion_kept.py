@@ -12,9 +12,9 @@ import minidl as m
 from minidl import cli, data, fusion, models
 from minidl.fusion import cost, kept
 from minidl.fusion.apply import machine_of
+from minidl.fusion.groups import groups
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import fingerprint
-from minidl.fusion.tune import groups
 from minidl.train import Trainer
 from tests.test_fusion import residual, stack
 from tests.test_fusion_tune import FP32, H200, Fake

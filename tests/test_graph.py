@@ -9,6 +9,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.value import GatedGradient
 
 
 def small():
@@ -155,29 +156,45 @@ def squeezed(further=False):
 
 
 @pytest.mark.parametrize("further", [False, True])
-def test_both_gradients_of_gated_images_are_one_pass(ops, rng, further):
+def test_both_gradients_of_gated_images_are_one_pass(ops, rng, further, monkeypatch):
     """Of a gate made of their means; where a further layer reads the images, each is a pass of its own."""
     image, dy = (rng.standard_normal((3, 6, 5, c)).astype(np.float32) for c in (3, 4))
-    found = []
-    for deferred in (True, False):
+    found, passes = [], []
+    joined = ops.gate_backward
+    monkeypatch.setattr(ops, "gate_backward", lambda *args: passes.append(1) or joined(*args))
+    for gated in (True, False):
         model = m.Model(squeezed(further), device=ops.name)
-        assert model.graph["mul"].layer.deferred is not further
-        model.graph["mul"].layer.deferred &= deferred
+        model.graph["avgpool"].layer.accepts_owed = (GatedGradient,) if gated else ()
         model.forward(ops.from_host(image))
         model.backward(ops.from_host(dy))
         views = [model.arena.layer(name).grad("weight").view for name in ("below", "fc1", "fc2", "above")]
         found.append([ops.to_host(view) for view in views])
+    assert len(passes) == (not further)
     for one, apart in zip(*found, strict=True):
         np.testing.assert_allclose(one, apart, rtol=1e-5, atol=1e-6 * np.abs(apart).max())
 
 
-def test_a_gate_of_something_else_is_not_deferred():
-    """Of other images' means, or of means over some of the pixels."""
+@pytest.mark.parametrize("means", ["other", "parts"])
+def test_a_gate_of_something_else_is_a_gate(cpu_ops, rng, means):
+    """Of other images' means, or beside means over some of the pixels."""
     graph = m.Graph()
-    x = m.Conv2d(3, 8, 3, padding=1, name="a")(graph.input((6, 5, 3)))
-    gate = m.AdaptiveAvgPool2d(1, name="means")(m.Conv2d(3, 8, 1, name="b")(graph.nodes[0]))
+    x = m.Conv2d(3, 8, 3, padding=1, name="a")(graph.input((6, 4, 3)))
+    other = m.Conv2d(3, 8, 1, name="b")(graph.nodes[0]) if means == "other" else None
+    gate = m.AdaptiveAvgPool2d(1, name="means")(other if means == "other" else m.AdaptiveAvgPool2d(2, name="parts")(x))
     model = m.Model(graph.output(m.Mul(name="mul")(x, gate)))
-    assert not model.graph["mul"].layer.deferred
+    direction = rng.standard_normal((2, 6, 4, 8)).astype(np.float32)
+    image = rng.standard_normal((2, 6, 4, 3)).astype(np.float32)
+    model.forward(image)
+    model.backward(direction)
+    view = model.arena.layer("a").grad("weight").view.copy()
+    weight = model.graph["a"].layer.params["weight"]
+    step = 2.0**-6 * np.sign(view)
+    values = []
+    for sign in (1, -1):
+        weight += sign * step
+        values.append(float((model.forward(image).astype(np.float64) * direction).sum()))
+        weight -= sign * step
+    assert (values[0] - values[1]) / 2 == pytest.approx(float((view * step).sum()), rel=1e-3)
 
 
 def test_unet_pads_on_the_way_up_only_where_pooling_dropped_a_row_or_column():

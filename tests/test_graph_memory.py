@@ -10,7 +10,9 @@ from minidl.bench.step import TrainingStep
 from minidl.compile import CompiledStep
 from minidl.cuda import capture
 from minidl.fusion.apply import machine_of
-from minidl.fusion.tune import DeviceClock, compile_ahead, groups, measure
+from minidl.fusion.clock import DeviceClock
+from minidl.fusion.groups import groups
+from minidl.fusion.measure import compile_ahead, measure
 from minidl.profile.timing import Budget, DeviceTimer
 from minidl.step import EagerStep
 from tests.test_compile import assert_same, batches, make, take

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import json
 import math
 import time
+from collections import Counter
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 from minidl.profile import timing
-from minidl.profile.timing import Budget, HostTimer, Timing, input_sets, timer
+from minidl.profile.timing import Budget, HostTimer, Timing, balanced, input_sets, timer
 
 QUICK = Budget(samples=7, seconds=0.5)
 
@@ -130,6 +132,17 @@ def test_short_calls_are_repeated_within_a_sample_and_long_ones_are_not(clock):
     calls.clear()
     found = host.hot(lambda: lasting(0.01), budget)
     assert found.samples_ms == pytest.approx([10.0] * 5) and len(calls) == 2 + 5
+
+
+@pytest.mark.parametrize("n", range(1, 14))
+def test_turns_are_balanced_in_place_and_in_who_ran_before(n):
+    orders = balanced(n)
+    assert all(sorted(order) == list(range(n)) for order in orders)
+    times = len(orders) // n
+    places = Counter((place, who) for order in orders for place, who in enumerate(order))
+    behind = Counter(pair for order in orders for pair in itertools.pairwise(order))
+    assert set(places.values()) == {times} and len(places) == n * n
+    assert len(behind) == n * (n - 1) and set(behind.values()) <= {times}
 
 
 def test_rivals_are_timed_in_turns_each_long_enough(clock):

@@ -73,6 +73,7 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
 
     count = ops.from_host(np.array([size / channels]))
     zero_sums = ops.from_host(np.zeros((2, channels)))
+    gate = noise((shape[0], *(1,) * (len(shape) - 2), channels), DTYPES[dtype])
     signed = 1 / 16 if DTYPES[dtype].itemsize == 2 else 0  # in arrays
 
     def by_signs() -> Call:
@@ -109,6 +110,14 @@ def batch_norm(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case]
         ("batch_norm_silu_backward_apply", "backward_data", 3,
          ours(lambda dy, x, m, g: ops.batch_norm_activate_backward_apply(dy, x, m, g, g, zero_sums, count, "silu"), 2),
          {}),
+        ("batch_norm_means silu", "forward", 1, ours(lambda x, m, g: ops.batch_norm_means(x, m, g, g, "silu"), 1), {}),
+        ("batch_norm_gate silu", "forward", 2,
+         ours(lambda x, m, g: ops.batch_norm_gate(x, m, g, g, gate, "silu"), 1), {}),
+        ("batch_norm_gate_gradient silu", "backward_weight", 2,
+         ours(lambda dy, x, m, g: ops.batch_norm_gate_gradient(dy, x, m, g, g, "silu"), 2), {}),
+        ("batch_norm_gate_backward_apply silu", "backward_data", 3,
+         ours(lambda dy, x, m, g: ops.batch_norm_gate_backward_apply(
+             dy, gate, gate, x, m, g, g, zero_sums, count, "silu"), 2), {}),
         ("batch_norm_join_backward_stats", "backward_weight", 4,
          ours(lambda dy, y, x, m, g: ops.batch_norm_join_backward_stats(dy, y, x, m), 3), {}),
     ]  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from minidl.fusion import PLANS
@@ -16,38 +17,51 @@ __all__ = [
     "each_site", "fused_convolutions", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps", "share_of_bytes",
 ]  # fmt: skip
 
+_CHOSEN, _RIVALS = ("auto", "adaptive"), ("none", "bnff-everywhere")
+_ARMS = [*PLANS, "bnff-everywhere", *_CHOSEN]
 _SHOWN = 12  # rows of a table that shows the worst only
 _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes of their own
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
-    """(machine, row) of a part of bench_fusion."""
-    return [
-        (machine_of(file), row)
-        for machine in machines()
-        for file in load(machine, "bench_fusion")
-        for row in file["rows"]
-        if row["part"] == part
-    ]
+    """(machine, row) of a part of bench_fusion: of each case and precision those of the newest file that has any."""
+    files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
+    found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
+    for file in files:
+        rows = [(machine_of(file), row) for row in file["rows"] if row["part"] == part]
+        key = lambda pair: (pair[0], _case(pair[1]), pair[1]["dtype"])  # noqa: E731
+        found |= {one: [pair for pair in rows if key(pair) == one] for one in map(key, rows)}
+    return [pair for pairs in found.values() for pair in pairs]
+
+
+def _case(row: Row) -> str:
+    """What is measured at one go: a network, or all convolutions of one."""
+    return row["case"] if row["part"] != "convolutions" else row["case"].split()[0]
 
 
 def fused_steps() -> str:
-    """Steps by fusion plan: the networks first where measuring gains least over the best fixed plan."""
+    """Steps by fusion plan: the networks first where measuring gains least over the best fixed plan.
+
+    After the times stand what the chosen plans gain over the best fixed one, what measuring gains over the rivals that
+    the literature has, and the largest spread.
+    """
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for machine, row in _fusion("steps"):
         cases.setdefault((row["case"], machine, row["dtype"]), {})[row["arm"]] = row
-    arms = list(dict.fromkeys(arm for rows in cases.values() for arm in rows))
-    chosen = [arm for arm in ("auto", "adaptive") if arm in arms]
+    arms = sorted({arm for rows in cases.values() for arm in rows}, key=_ARMS.index)
+    chosen = [arm for arm in _CHOSEN if arm in arms]
     lines = []
     for case, rows in cases.items():
-        fixed = min(row["ms"] for arm, row in rows.items() if arm not in ("auto", "adaptive"))
-        peers = rows[next(iter(rows))]["peers"]
-        best = min(peers.items(), key=lambda item: item[1], default=None)
-        gains = [f"{fixed / rows[arm]['ms']:.3f}" if arm in rows else "" for arm in chosen]
-        beside = [f"{best[1]:.2f} ({best[0]})" if best else ""]
-        times = [f"{rows[arm]['ms']:.2f}" if arm in rows else "" for arm in arms]
-        lines.append((fixed / rows["adaptive"]["ms"] if "adaptive" in rows else 0.0, [*case, *times, *gains, *beside]))
-    head = ["network", "machine", "dtype", *arms, *(f"best fixed / {arm}" for arm in chosen), "PyTorch"]
+        ms = {arm: row["ms"] for arm, row in rows.items()}
+        fixed = min(ms[arm] for arm in ms if arm not in _CHOSEN)
+        best = ms.get("adaptive", ms.get("auto", fixed))
+        gains = [f"{fixed / ms[arm]:.3f}" if arm in ms else "" for arm in chosen]
+        gains += [f"{ms[rival] / best:.2f}" if {rival, "adaptive"} <= ms.keys() else "" for rival in _RIVALS]
+        spread = max(row["spread"] for row in rows.values())
+        times = [f"{ms[arm]:.2f}" if arm in ms else "" for arm in arms]
+        lines.append((fixed / best, [*case, *times, *gains, f"{spread:.1%}"]))
+    gained = [*(f"best fixed / {arm}" for arm in chosen), *(f"{rival} / adaptive" for rival in _RIVALS), "spread"]
+    head = ["network", "machine", "dtype", *arms, *gained]
     return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 

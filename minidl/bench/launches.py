@@ -93,8 +93,9 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
         if not modes or not site.readers:
             continue
         above = site.taker if "gradients" in modes else site.name
-        pools = [graph.nodes[i].name for i in readers[graph[site.pooled].index]] if "pooled" in modes else []
-        for name in (site.name, *site.readers, *pools):
+        made = {"pooled": site.pooled, "gated": site.gated}.items()  # by who reads it
+        beyond = [graph.nodes[i].name for mode, name in made if mode in modes for i in readers[graph[name].index]]
+        for name in (site.name, *site.readers, *beyond):
             if kernels.get((name, "forward")) == []:
                 found.setdefault((name, "forward"), _next_reader(graph, readers, name, kernels))
             for pass_name in ("backward_data", "backward_weight"):

@@ -62,6 +62,13 @@ from minidl.cpu.conv2d import (
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight
 from minidl.cpu.dropout import dropout
+from minidl.cpu.gated_norm import (
+    batch_norm_gate,
+    batch_norm_gate_backward_apply,
+    batch_norm_gate_backward_stats,
+    batch_norm_gate_gradient,
+    batch_norm_means,
+)
 from minidl.cpu.group_norm import (
     group_norm_apply,
     group_norm_backward_apply,
@@ -136,6 +143,11 @@ __all__ = [
     "batch_norm_eval_moments",
     "batch_norm_concat",
     "batch_norm_merge",
+    "batch_norm_means",
+    "batch_norm_gate",
+    "batch_norm_gate_gradient",
+    "batch_norm_gate_backward_stats",
+    "batch_norm_gate_backward_apply",
     "group_norm_stats",
     "group_norm_apply",
     "group_norm_backward_stats",

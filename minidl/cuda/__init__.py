@@ -74,6 +74,13 @@ from minidl.cuda.norm.batch_norm import (
     batch_norm_merge,
     batch_norm_stats,
 )
+from minidl.cuda.norm.gated_norm import (
+    batch_norm_gate,
+    batch_norm_gate_backward_apply,
+    batch_norm_gate_backward_stats,
+    batch_norm_gate_gradient,
+    batch_norm_means,
+)
 from minidl.cuda.norm.group_norm import (
     group_norm_apply,
     group_norm_backward_apply,
@@ -137,6 +144,11 @@ __all__ = [
     "batch_norm_eval_moments",
     "batch_norm_concat",
     "batch_norm_merge",
+    "batch_norm_means",
+    "batch_norm_gate",
+    "batch_norm_gate_gradient",
+    "batch_norm_gate_backward_stats",
+    "batch_norm_gate_backward_apply",
     "group_norm_stats",
     "group_norm_apply",
     "group_norm_backward_stats",

@@ -107,7 +107,9 @@ def walk(*arrays: Any, unroll: int, in_bytes: bool = False) -> Walk:
     return _pitched(*spans(arrays, (), widest, scale), unroll)
 
 
-def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS) -> Walk:
+def walk_samples(
+    *arrays: Any, samples: int, unroll: int, groups: int, access: int = ACCESS, parameters: tuple[Any, ...] = ()
+) -> Walk:
     """A pass as `walk_channels`, in which each block keeps to the rows of one of ``samples`` equal parts.
 
     The argument speaks of one sample; blocks are numbered along a sample first.
@@ -115,8 +117,9 @@ def walk_samples(*arrays: Any, samples: int, unroll: int, groups: int, access: i
     Args:
         groups: that a thread takes of the rows of a sample: what it reads for all of them should cost little.
         access: bytes that a thread moves at a time, at most.
+        parameters: as of `walk_channels`.
     """
-    count, channels, pitches, vec = spans(arrays)
+    count, channels, pitches, vec = spans(arrays, parameters)
     vec = min(vec, access // arrays[0].itemsize)
     return _sampled(count // samples, samples, channels, pitches, vec, unroll, groups)
 

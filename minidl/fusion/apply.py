@@ -10,10 +10,11 @@ from minidl import checks
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.dist.communicator import Communicator
 from minidl.fusion import kept
+from minidl.fusion.clock import Clock, DeviceClock
 from minidl.fusion.cost import Machine, heuristic
 from minidl.fusion.plans import PLANS, Plan, choose, fingerprint, modes_on, set_modes
 from minidl.fusion.sites import Site, find_sites
-from minidl.fusion.tune import Clock, DeviceClock, tune
+from minidl.fusion.tune import tune
 from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.model import Model

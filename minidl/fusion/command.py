@@ -13,12 +13,14 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import kept
 from minidl.fusion.apply import CHOICES, machine_of, plan_for
+from minidl.fusion.clock import DeviceClock
 from minidl.fusion.cost import SiteCost, site_cost
+from minidl.fusion.groups import Group, Ways, groups
 from minidl.fusion.map import measure_map
 from minidl.fusion.piece import Piece, cut
 from minidl.fusion.plans import Plan
 from minidl.fusion.sites import Site, find_sites
-from minidl.fusion.tune import DeviceClock, Group, Ways, groups, told
+from minidl.fusion.tune import told
 from minidl.graph import Graph
 from minidl.precision import Precision, precision
 from minidl.profile import plots

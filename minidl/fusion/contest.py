@@ -2,15 +2,18 @@
 
 A plan put together of the fastest way of each batch norm is the fastest if a network takes the sum of what its pieces
 take. It does not quite: a kernel finds in the cache what the one before left there, and at its limit of power a GPU
-slows down for the sake of all. So the composed plan runs beside the fixed ones and the model's; the fastest is kept.
+slows down for the sake of all. So the composed plan and the fixed ones challenge the model's. Who wins is decided turn
+by turn, for from turn to turn a GPU's clock changes by more than plans differ: a challenger that is faster in nearly
+all turns takes the place of the model's plan (a sign test, which asks nothing of how times are distributed).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from math import prod, sqrt
+from math import comb, prod, sqrt
 from types import ModuleType
 from typing import Any
 
@@ -26,34 +29,61 @@ from minidl.layers import BatchNorm2d
 from minidl.model import Model
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
+from minidl.profile.timing import Timing
 
-__all__ = ["COMPOSED", "Whole", "can_run_alone", "contestants"]
+__all__ = ["COMPOSED", "DEFAULT", "Whole", "can_run_alone", "contestants", "record", "winner"]
 
-COMPOSED = "composed"
-WITHIN = 1.1  # of the least predicted time: plans that stay behind by more are not worth a run
+COMPOSED, DEFAULT = "composed", "auto"
+WITHIN = 1.05  # of the least predicted time: plans that stay behind by more are not worth a run
+CHANCE = 0.025  # of a plan no faster than the default to take its place
 
 
 def contestants(
-    sites: Sequence[Site],
-    composed: Plan,
-    others: Mapping[str, Plan],
-    terms: Sequence[Term],
-    runs: Callable[[Plan], Any],
+    sites: Sequence[Site], default: Plan, composed: Plan, terms: Sequence[Term], runs: Callable[[Plan], Any]
 ) -> dict[str, Plan]:
-    """The plans that are worth a run: by the sum of what was measured, within a tenth of the composed one.
+    """The plans that are worth a run: the default, and by the sum of what was measured all within a twentieth.
 
     Args:
-        others: plans by name, beside `PLANS`.
         terms: what was measured.
-        runs: what a plan comes to; of those that come to the same the first is taken, the composed one before all.
+        runs: what a plan comes to; of those that come to the same the first is taken, the default before all.
     """
-    plans = {COMPOSED: composed, **others, **{how: choose(sites, how) for how in reversed(PLANS)}}
+    plans = {DEFAULT: default, COMPOSED: composed, **{how: choose(sites, how) for how in reversed(PLANS)}}
     limit = WITHIN * total(composed.sites, terms)
     distinct: dict[Any, str] = {}
     for name, plan in plans.items():
-        if name == COMPOSED or total(plan.sites, terms) <= limit:
+        if name == DEFAULT or total(plan.sites, terms) <= limit:
             distinct.setdefault(runs(plan), name)
     return {name: plans[name] for name in distinct.values()}
+
+
+def record(timings: Mapping[str, Timing]) -> list[dict[str, Any]]:
+    """A row for each plan: its time, and in how many of the turns it was faster than the default."""
+    turns = len(timings[DEFAULT].samples_ms)
+    return [
+        {"plan": name, "ms": timing.ms, "spread": timing.spread, "ahead": _ahead(timing, timings), "turns": turns}
+        for name, timing in timings.items()
+    ]
+
+
+def winner(timings: Mapping[str, Timing]) -> str:
+    """The default, unless others are faster in so many turns that chance explains it in one case of forty at most;
+    of these the one that gains most, in the median turn."""
+    challengers = [name for name, timing in timings.items() if _surely(timing, timings)]
+    return min(challengers, key=lambda name: _behind(timings[name], timings), default=DEFAULT)
+
+
+def _ahead(timing: Timing, among: Mapping[str, Timing]) -> int:
+    return sum(mine < theirs for mine, theirs in zip(timing.samples_ms, among[DEFAULT].samples_ms, strict=True))
+
+
+def _surely(timing: Timing, among: Mapping[str, Timing]) -> bool:
+    turns = len(timing.samples_ms)
+    return sum(comb(turns, k) for k in range(_ahead(timing, among), turns + 1)) <= CHANCE * 2**turns
+
+
+def _behind(timing: Timing, among: Mapping[str, Timing]) -> float:
+    pairs = zip(timing.samples_ms, among[DEFAULT].samples_ms, strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
 def can_run_alone(graph: Graph) -> bool:

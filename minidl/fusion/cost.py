@@ -69,6 +69,8 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
     forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
     backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
+    if "gated" in modes:  # what is gated is neither written nor read, nor its gradient; one pass takes all sums
+        forward, backward = forward - 2, backward - 4
     # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
     # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
+from minidl.fusion.clock import Clock
 from minidl.fusion.cost import Machine
-from minidl.fusion.tune import Clock, compile_ahead, groups, measure
+from minidl.fusion.groups import groups
+from minidl.fusion.measure import compile_ahead, measure
 from minidl.graph import Graph
 from minidl.layers import BatchNorm2d, Conv2d, ReLU
 from minidl.precision import Precision

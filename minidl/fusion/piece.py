@@ -21,6 +21,7 @@ from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers import (
     GELU,
+    AdaptiveAvgPool2d,
     Add,
     BatchNorm2d,
     Conv2d,
@@ -28,6 +29,7 @@ from minidl.layers import (
     Hardswish,
     LeakyReLU,
     MaxPool2d,
+    Mul,
     ReLU,
     ReLU6,
     Sigmoid,
@@ -38,13 +40,14 @@ from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
 from minidl.store import tensor_key
-from minidl.value import Value, finished, materialize
+from minidl.value import Value, addend, finished, materialize
 
 __all__ = ["Cut", "Member", "Piece", "cut", "twin"]
 
 # And no kinds of these, which may talk to other ranks.
 _MEASURED = (
     Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, ReLU6, LeakyReLU, Sigmoid, Tanh, SiLU, GELU, Hardswish, Add, MaxPool2d,
+    AdaptiveAvgPool2d, Mul,
 )  # fmt: skip
 _MOST_SETS = 8
 
@@ -90,8 +93,8 @@ def cut(graph: Graph, sites: Sequence[Site], batch: int) -> Cut | None:
     readers = graph.consumers()
     for site in sites:
         names |= {site.name, site.producer, *site.readers, site.taker}
-        if site.pooled is not None:
-            names |= {graph.nodes[i].name for i in readers[graph[site.pooled].index]}
+        for read in filter(None, (site.pooled, site.gated)):
+            names |= {graph.nodes[i].name for i in readers[graph[read].index]}
     nodes = [node for node in graph.nodes if node.name in names]
     if any(type(node.layer) not in _MEASURED for node in nodes):
         return None
@@ -217,7 +220,7 @@ class Piece:
             if not layer.accepts_masked:
                 dy = finished(self.ops, dy)
             single = member.inputs[0] if len(member.inputs) == 1 and member.inputs[0] >= 0 else None
-            dx = layer.backward(dy, add=finished(self.ops, grads[single]) if single is not None else None)
+            dx = layer.backward(dy, add=addend(self.ops, layer, grads[single]) if single is not None else None)
             for k, part in zip(member.inputs, dx if isinstance(dx, tuple) else (dx,), strict=True):
                 if k >= 0:
                     together = k == single or grads[k] is None

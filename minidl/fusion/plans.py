@@ -74,6 +74,11 @@ MODES = {
         "no max pooling alone reads a ReLU over it",
         "the max pooling above normalises what it reads; backward, sums are taken of what was pooled",
     ),
+    "gated": Mode(
+        "deferred", "gated", None, ("forward", "backward"), ("elementwise",), (0.1, 0.3),
+        "no squeeze and excitation alone reads an activation over it",
+        "the squeeze and excitation above makes what it reads, twice; backward, sums of each image do for its gate",
+    ),
     "statistics": Mode(
         "statistics", "summed", "producer", ("forward",), (), (0.3, 0.0),
         "no convolution writes for it alone",
@@ -104,10 +109,10 @@ MODES = {
 # The same modes at every batch norm, as far as it can: each plan includes those before.
 PLANS = {
     UNFUSED: (),
-    "elementwise": ("elementwise", "pooled"),
-    "statistics": ("elementwise", "pooled", "statistics", "joined", "rectified"),
-    "gradients": ("elementwise", "pooled", "statistics", "joined", "rectified", "gradients"),
-    "bnff": ("elementwise", "pooled", "statistics", "joined", "rectified", "gradients", "prologue"),
+    "elementwise": ("elementwise", "pooled", "gated"),
+    "statistics": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified"),
+    "gradients": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients"),
+    "bnff": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients", "prologue"),
 }
 
 
@@ -150,10 +155,10 @@ def modes_on(sites: Iterable[Site], plan: Plan) -> frozenset[tuple[str, str]]:
 
 
 def set_modes(layers: Iterable[Layer], on: Set[tuple[str, str]]) -> None:
-    """Let layers have exactly these modes, (name, attribute) each, of those that plans set."""
+    """Let layers have exactly these modes, (name, attribute) each, of those that plans set and layers name."""
     for layer in layers:
         for attribute in dict.fromkeys(mode.attribute for mode in MODES.values()):
-            if hasattr(layer, attribute):
+            if attribute in layer.modes:
                 setattr(layer, attribute, (layer.name, attribute) in on)
 
 
@@ -184,8 +189,9 @@ class Plan:
         fingerprint: of the sites (`fingerprint`).
         setting: what the measurements hold for that chose it (`minidl.fusion.kept.setting`); None: any.
         evidence: what was measured, one record for each group of batch norms that share a kernel.
-        contest: whole passes of the network by several plans, the fastest of which this one is: ``plan``, ``ms`` and
-            ``spread`` of each, the one put together of the fastest ways under the name ``"composed"``.
+        contest: whole passes of the network by several plans, whose winner this one is: ``plan``, ``ms`` and ``spread``
+            of each, and of how many ``turns`` it was ``ahead`` of ``"auto"``; ``"composed"`` is the one put together of
+            the fastest ways.
     """
 
     sites: dict[str, str]
@@ -259,7 +265,7 @@ class Plan:
 def fingerprint(sites: Sequence[Site]) -> str:
     """Of the sites' names, surroundings and shapes; no batch, no device: a plan without measurements fits any."""
     facts = [(s.name, s.kind, s.readers, s.partner, s.shape, s.producer, s.taker, s.sole) for s in sites]
-    further = [(s.joined, s.pooled) for s in sites if s.joined or s.pooled]
+    further = [(s.joined, s.pooled, s.gated) for s in sites if s.joined or s.pooled or s.gated]
     text = json.dumps([*facts, *further])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

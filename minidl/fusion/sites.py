@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
-from minidl.layers import Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, ReLU
+from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Mul, ReLU
 from minidl.layers.activation import Activation
 
 __all__ = ["Site", "find_sites"]
@@ -32,6 +32,8 @@ class Site:
         pooling: whether that is a max pooling.
         sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
         pooled: name of the ReLU above it if a max pooling alone reads that.
+        gated: name of the activation above it if only a squeeze and excitation reads that: its means over all pixels
+            and its product with a gate.
         why: of one that stands alone, the reason.
     """
 
@@ -47,13 +49,13 @@ class Site:
     taker: str | None = None
     pooling: bool = False
     sole: bool = False
+    pooled: str | None = None
+    gated: str | None = None
 
     @property
     def shared(self) -> str | None:
         """The batch norm's name if its normalisation can be part of another layer's pass."""
         return None if self.kind in ("alone", "bare") else self.name
-
-    pooled: str | None = None
 
     @property
     def summed(self) -> str | None:
@@ -85,8 +87,8 @@ def find_sites(graph: Graph) -> list[Site]:
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
             below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
-            pooled = _pooled(graph, site, readers)
-            sites.append(replace(site, **below, taker=taker, sole=sole, pooled=pooled))
+            above = {"pooled": _pooled(graph, site, readers), "gated": _gated(graph, site, readers)}
+            sites.append(replace(site, **below, taker=taker, sole=sole, **above))
         elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
             sites.append(_bare(graph, node, producer, readers))
     return sites
@@ -134,6 +136,19 @@ def _pooled(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
     relu = graph[site.readers[0]]
     found, _ = _only_reader(graph, relu, readers)
     return relu.name if found is not None and type(found.layer) is MaxPool2d else None
+
+
+def _gated(graph: Graph, site: Site, readers: list[list[int]]) -> str | None:
+    if site.kind != "activation":
+        return None
+    node = graph[site.readers[0]]
+    above = [graph.nodes[i] for i in readers[node.index]]
+    if [type(reader.layer) for reader in above] != [AdaptiveAvgPool2d, Mul] or node is graph.output_node:
+        return None
+    means, product = above
+    gate = graph.nodes[product.inputs[1]].shape
+    found = means.layer.output_size == (1, 1) and product.inputs[0] == node.index and gate != node.shape
+    return node.name if found else None
 
 
 def _site(graph: Graph, node: Node, readers: list[list[int]]) -> Site:

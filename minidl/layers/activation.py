@@ -9,7 +9,18 @@ from typing import Any
 from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
-from minidl.value import Function, MaskedGradient, Normalized, Origin, PooledGradient, Value, materialize
+from minidl.value import (
+    Function,
+    GatedGradient,
+    MaskedGradient,
+    Normalized,
+    Origin,
+    PooledGradient,
+    Value,
+    activated,
+    finished,
+    materialize,
+)
 
 __all__ = ["Activation", "GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
 
@@ -45,6 +56,8 @@ class ReLU(Layer):
             y = self.ops.relu(x)
             self.save(y=y, finished=False)
             return y
+        if activated(x) is not None:
+            x = materialize(self.ops, x)
         if x.array is not None:
             rectified = x.origin is not None and x.origin.relu
             y = x.array if rectified else self.ops.relu(x.array)
@@ -94,7 +107,9 @@ class Activation(Layer):
     """``function`` of every element, any shape; one operation each way.
 
     A batch norm under it may be unfinished: it is then finished here, in one pass with the activation, whose slope is
-    left to it (`MaskedGradient`); nothing of its own is kept.
+    left to it (`MaskedGradient`); nothing of its own is kept. By the mode ``deferred`` of a fusion plan it is not made
+    either: a squeeze and excitation makes it as it reads it, and the batch norm gets the gradient with the gate owed
+    (`GatedGradient`).
 
     Attributes:
         function: name in the operation tables.
@@ -103,7 +118,10 @@ class Activation(Layer):
     """
 
     accepts_add = True
+    accepts_masked = True
     accepts_unfinished = True
+    modes = ("training", "deferred")
+    deferred = False
     function = ""
     keeps_output = False
     flop = (0, 0)
@@ -122,6 +140,8 @@ class Activation(Layer):
             # The parameters are no activations: as a tuple they stay where they are.
             affine = (term.gamma, term.beta)
             self.save(raw=term.raw, moments=term.moments, affine=affine)
+            if self.deferred:
+                return Value(origin=Origin((term,), owner=self.name, function=self._function))
             return self.ops.batch_norm_activate(term.raw, term.moments, *affine, self.function, self.slope)
         x = materialize(self.ops, x).array if isinstance(x, Value) else x
         y = self.ops.activate(x, self.function, self.slope)
@@ -130,16 +150,24 @@ class Activation(Layer):
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if isinstance(dy, GatedGradient) and dy.dmean is not None and dy.array is None and add is None:
+            dy.behind = True
+            return dy
+        dy = finished(self.ops, dy)
         if hasattr(kept, "kept"):
             return self.ops.activate_backward(dy, kept.kept, self.function, self.slope, add=add)
-        function = Function(self.function, self.slope, self.keeps_output)
-        gradient = MaskedGradient(dy, term=Normalized(kept.raw, kept.moments, *kept.affine), function=function)
+        term = Normalized(kept.raw, kept.moments, *kept.affine)
+        gradient = MaskedGradient(dy, term=term, function=self._function)
         return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
+
+    @property
+    def _function(self) -> Function:
+        return Function(self.function, self.slope, self.keeps_output)
 
 
 def _unfinished_norm(x: Any) -> Normalized | None:
     """The one batch norm that is still owed, if that is all that is."""
-    if not isinstance(x, Value) or x.array is not None or x.origin.relu or len(x.origin.terms) > 1:
+    if not isinstance(x, Value) or x.array is not None or not x.origin.open or len(x.origin.terms) > 1:
         return None
     return x.origin.terms[0] if isinstance(x.origin.terms[0], Normalized) else None
 

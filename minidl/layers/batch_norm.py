@@ -13,7 +13,16 @@ from minidl.dist.communicator import Communicator
 from minidl.initializers import Initializer, ones
 from minidl.layers.affine_norm import AffineNorm
 from minidl.profile import Cost, PassCost
-from minidl.value import MaskedGradient, Normalized, Origin, PooledGradient, Value, finished, materialize
+from minidl.value import (
+    GatedGradient,
+    MaskedGradient,
+    Normalized,
+    Origin,
+    PooledGradient,
+    Value,
+    finished,
+    materialize,
+)
 
 __all__ = ["BatchNorm2d"]
 
@@ -135,7 +144,10 @@ class BatchNorm2d(AffineNorm):
         # Parameter gradients are the sums over this rank alone: their message adds up the ranks.
         kept, gradients = self.saved(), self._gradients()
         ops, x, moments = self.ops, kept.x, kept.moments
-        if isinstance(dy, PooledGradient):
+        if _owes_gate(dy):
+            facts = dy.sums, dy.gate, dy.dmean, prod(x.shape[1:-1])
+            kept.sums = ops.batch_norm_gate_backward_stats(*facts, moments, **gradients)
+        elif isinstance(dy, PooledGradient):
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)
         elif isinstance(dy, MaskedGradient) and dy.norm == self.name:
             kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)
@@ -157,6 +169,10 @@ class BatchNorm2d(AffineNorm):
             facts = kept.x, kept.moments, weight, sums, kept.count
             dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
             return dx if add is None else self.ops.add(dx, add)
+        if _owes_gate(dy):
+            facts = dy.dy, dy.gate, dy.dmean, kept.x, kept.moments, weight, bias, sums, kept.count
+            dx = self.ops.batch_norm_gate_backward_apply(*facts, *dy.function[:2])
+            return dx if add is None else self.ops.add(dx, add)
         if _owes_mask(dy):
             assert dy.term is not None, "backward_weight has masked the gradient of a join"
             facts = dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count
@@ -177,4 +193,9 @@ class BatchNorm2d(AffineNorm):
 
 def _owes_mask(dy: Any) -> bool:
     """Whether a gradient's mask has still to be applied."""
-    return isinstance(dy, MaskedGradient) and dy.array is None
+    return isinstance(dy, MaskedGradient) and not isinstance(dy, GatedGradient) and dy.array is None
+
+
+def _owes_gate(dy: Any) -> bool:
+    """Whether a gradient is one of an activation's input whose gate has still to be applied."""
+    return isinstance(dy, GatedGradient) and dy.behind and dy.array is None

@@ -10,11 +10,10 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.layers.activation import ReLU
 from minidl.layers.conv2d import Conv2d, ConvTranspose2d
-from minidl.layers.pool2d import AdaptiveAvgPool2d
 from minidl.profile import Cost, PassCost
-from minidl.value import GatedGradient, Normalized, Origin, Value, materialize
+from minidl.value import GatedGradient, Normalized, Origin, Value, activated, materialize
 
-__all__ = ["Add", "Concat", "Mul", "Place", "defer_gates", "leave_strided", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "leave_strided", "share_buffers"]
 
 
 class Add(Layer):
@@ -44,7 +43,7 @@ class Add(Layer):
 
     def _terms(self, x: Any) -> tuple[Any, ...]:
         """What ``x`` adds to the sum: summands still owed, or one array."""
-        if isinstance(x, Value) and x.array is None and not x.origin.relu:
+        if isinstance(x, Value) and x.array is None and x.origin.open:
             return x.origin.terms
         return (materialize(self.ops, x).array if isinstance(x, Value) else x,)
 
@@ -55,15 +54,16 @@ class Add(Layer):
 class Mul(Layer):
     """Product of two inputs: of one shape, or images times a gate, one number for each sample and channel.
 
-    Where a gate is made of the images' means, as in squeeze and excitation, both gradients of the images are added up
-    in one pass of the pooling's backward (`defer_gates`).
+    In a network the gradient of gated images is left owed (`GatedGradient`): where the gate is made of their means, as
+    in squeeze and excitation, the pooling adds that of the means in one pass. Images that are owed, an activation over
+    a batch norm, are made on the way, and not kept.
 
     Shapes:
         (N, ..., C), (N, ..., C) → (N, ..., C), or (N, H, W, C), (N, 1, 1, C) → (N, H, W, C).
     """
 
     num_inputs = 2
-    deferred = False  # the gradient of the images is left to the pooling that reads them
+    accepts_unfinished = True
 
     def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         if b != a and (len(a) != 4 or b != _gate(a)):
@@ -78,13 +78,26 @@ class Mul(Layer):
         return Cost(forward=PassCost(n, (2 * n + m) * itemsize), backward_data=both)
 
     def compute(self, a: Any, b: Any) -> Any:
-        self.save(a=a, b=b)
+        b = materialize(self.ops, b).array if isinstance(b, Value) else b
+        both = activated(a) if a.shape != b.shape else None
+        if both is not None:
+            term, function = both
+            affine = term.gamma, term.beta  # no activations: as a tuple they stay where they are
+            self.save(raw=term.raw, moments=term.moments, affine=affine, function=function, b=b)
+            return self.ops.batch_norm_gate(term.raw, term.moments, *affine, b, *function[:2])
+        inside = isinstance(a, Value)
+        a = materialize(self.ops, a).array if inside else a
+        self.save(a=a, b=b, gated=inside and a.shape != b.shape)
         return self.ops.mul(a, b)
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
         kept = self.saved()
-        db = self.ops.mul(dy, kept.a) if kept.b.shape == dy.shape else self.ops.gate_gradient(dy, kept.a)
-        return GatedGradient(dy, kept.b) if self.deferred else self.ops.mul(dy, kept.b), db
+        if hasattr(kept, "raw"):
+            facts, function = (kept.raw, kept.moments, *kept.affine), kept.function
+            db, sums = self.ops.batch_norm_gate_gradient(dy, *facts, *function[:2])
+            return GatedGradient(dy, kept.b, Normalized(*facts), function, sums), db
+        da = GatedGradient(dy, kept.b) if kept.gated else self.ops.mul(dy, kept.b)
+        return da, self.ops.mul(dy, kept.a) if kept.b.shape == dy.shape else self.ops.gate_gradient(dy, kept.a)
 
 
 def _gate(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -160,22 +173,6 @@ class Concat(Layer):
             parts.append(dy[..., begin : begin + channels])
             begin += channels
         return tuple(parts)
-
-
-def defer_gates(graph: Graph) -> None:
-    """Let each product with a gate leave its images' gradient to the global pooling that comes before it over them.
-
-    Of all readers of the images only these two may be there: backward, what the product hands down meets the pooling
-    first.
-    """
-    readers = graph.consumers()
-    for node in graph.nodes:
-        if not isinstance(node.layer, Mul) or graph.nodes[node.inputs[1]].shape[:-1] != (1, 1):
-            continue
-        image = graph.nodes[node.inputs[0]]
-        pool, *others = (graph.nodes[i] for i in readers[image.index])
-        means = isinstance(pool.layer, AdaptiveAvgPool2d) and pool.layer.output_size == (1, 1)
-        node.layer.deferred = means and others == [node] and image.layer is not None and image is not graph.output_node
 
 
 def leave_strided(graph: Graph) -> None:

@@ -10,7 +10,7 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, ceil_div, pool_output_size
-from minidl.value import GatedGradient, MaskedGradient, PooledGradient, Value, materialize, owed
+from minidl.value import GatedGradient, MaskedGradient, PooledGradient, Value, activated, materialize, owed
 
 __all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
 
@@ -166,10 +166,14 @@ class AvgPool2d(_Pool):
 
 
 class AdaptiveAvgPool2d(Layer):
-    """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling."""
+    """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling.
+
+    Images that are owed, an activation over a batch norm, are then made on the way.
+    """
 
     accepts_add = True
     accepts_owed = (GatedGradient,)
+    accepts_unfinished = True
 
     def __init__(self, output_size: int | Pair, *, name: str | None = None):
         super().__init__(name)
@@ -188,11 +192,18 @@ class AdaptiveAvgPool2d(Layer):
 
     def compute(self, x: Any) -> Any:
         self.save(shape=x.shape)
+        if self.output_size == (1, 1) and (both := activated(x)) is not None:
+            term, function = both
+            return self.ops.batch_norm_means(term.raw, term.moments, term.gamma, term.beta, *function[:2])
+        x = materialize(self.ops, x).array if isinstance(x, Value) else x
         return self.ops.adaptive_avg_pool2d(x, self.output_size)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         if isinstance(add, GatedGradient):
-            return self.ops.gate_backward(add.dy, add.gate, dy)
+            if self.output_size == (1, 1) and add.dmean is None:
+                add.dmean = dy
+                return add if add.sums is not None else add.finish(self.ops)
+            add = add.finish(self.ops)
         dx = self.ops.adaptive_avg_pool2d_backward(dy, self.saved().shape)
         return dx if add is None else self.ops.add(dx, add)
 

@@ -28,7 +28,7 @@ import numpy as np
 
 from minidl.cuda.capture import Room, capture
 
-__all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "input_sets", "timer"]
+__all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "balanced", "input_sets", "timer"]
 
 CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
 _ENOUGH_FOR_P95 = 20
@@ -105,6 +105,19 @@ class Budget:
         return Timing(tuple(taken))
 
 
+def balanced(n: int) -> list[list[int]]:
+    """Orders for n rivals that take turns: in all of them together each stands at every place equally often, and right
+    behind each other rival equally often.
+
+    For who ran before is felt: a GPU at its limit of power is slower after one that draws much. Turns that go to and
+    fro leave those in the middle among equals, where it is hottest. (Latin squares balanced for carry-over: Williams,
+    "Experimental Designs Balanced for the Estimation of Residual Effects of Treatments", 1949.)
+    """
+    first = [(i + 1) // 2 if i % 2 else n - i // 2 for i in range(n)]
+    rows = [[(place + shift) % n for place in first] for shift in range(n)]
+    return rows if n % 2 == 0 or n == 1 else [*rows, *(row[::-1] for row in rows)]
+
+
 def input_sets(bytes_per_set: int, cache_bytes: int) -> int:
     """How many input sets to rotate among so that together they exceed the cache twice; at least two."""
     return max(2, math.ceil(CACHE_MULTIPLE * cache_bytes / max(bytes_per_set, 1)) + 1)
@@ -143,17 +156,17 @@ class Timer:
 
     @staticmethod
     def _turns(runs: Sequence[tuple[Callable[[int], float], int]], budget: Budget) -> list[Timing]:
-        """Of (milliseconds of so many repeats, calls of a repeat) for each; every other turn goes backwards."""
+        """Of (milliseconds of so many repeats, calls of a repeat) for each, in the orders of `balanced`."""
         repeats = [max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3))) for elapsed, _ in runs]
-        order = list(range(len(runs)))
-        for i in order:
+        orders = balanced(len(runs))
+        for i in range(len(runs)):
             runs[i][0](repeats[i])
         samples: list[list[float]] = [[] for _ in runs]
         end = time.perf_counter() + budget.seconds
         for turn in range(budget.samples):
             if turn >= max(budget.least, 2) and time.perf_counter() >= end:
                 break
-            for i in order if turn % 2 == 0 else reversed(order):
+            for i in orders[turn % len(orders)]:
                 elapsed, calls = runs[i]
                 samples[i].append(elapsed(repeats[i]) / (repeats[i] * calls))
         return [Timing(tuple(taken)) for taken in samples]

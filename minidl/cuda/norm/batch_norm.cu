@@ -29,7 +29,7 @@
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "activation.cuh"
-#include "normalize.cuh"
+#include "affine.cuh"
 #include "signs.cuh"
 
 // An activation over the batch norm: a struct of activation.cuh, or this one, max(z, a), with the mask of a ReLU as the
@@ -89,28 +89,6 @@ struct Stretch {
         inside = lane < blockDim.y;
     }
 };
-
-DEVICE void load_or(const float* p, float otherwise, float (&v)[VEC]) {
-    if (p) {
-        load(p, v);
-    } else {
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) v[i] = otherwise;
-    }
-}
-
-// Mean, scale and shift of VEC channels (normalize.cuh): as the forward pass has them, to the bit.
-DEVICE void load_affine(const float* moments, const float* gamma, const float* beta, int channels, int channel,
-                        float (&mean)[VEC], float (&scale)[VEC], float (&shift)[VEC]) {
-    load(moments + channel, mean);
-    load(moments + channels + channel, scale);
-    load_or(gamma ? gamma + channel : nullptr, 1.0f, shift);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
-    load_or(beta ? beta + channel : nullptr, 0.0f, shift);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
-}
 
 // ------------------------------------------------------------------------------------------------ forward: statistics
 #if defined(STATS)

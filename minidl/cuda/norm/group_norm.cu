@@ -24,14 +24,7 @@
 
 #if defined(KIND)
 
-struct Cut {
-    i64 pitch[2];
-    int pixels, chunk, chunks, channels, samples, tiles, group, groups;
-};
-
-constexpr int DEEP = 256 / LANES;  // pixels that a block reads at a time
-constexpr int WIDTH = LANES * VEC;
-constexpr int WARPS = 256 / 32;
+#include "sample_cut.cuh"
 
 // Sums, or moments of `count` values, of a channel.
 struct Gathered {
@@ -234,6 +227,8 @@ group_norm_group_sums(const float* __restrict__ partials, const float* __restric
 
 #else
 
+#include "sample_share.cuh"
+
 // Walks over the groups of neighbouring channels with one division.
 struct GroupOf {
     u32 index, place;
@@ -247,22 +242,6 @@ struct GroupOf {
 };
 
 DEVICE float value_or(const float* p, int channel, float otherwise) { return p ? p[channel] : otherwise; }
-
-// A thread's share of the pixels of one sample.
-struct SampleShare : Share {
-    int sample;
-
-    __device__ __forceinline__ SampleShare(const Walk& walk, int samples) : Share(walk, UNROLL) {
-        const int blocks = gridDim.x / samples;
-        sample = blockIdx.x / blocks;
-        row -= sample * blocks * UNROLL * blockDim.y;
-        stride = blocks * UNROLL * blockDim.y;
-    }
-    // Where this thread's channels of the sample begin in an array.
-    __device__ __forceinline__ i64 base(const Walk& walk, int pitch) const {
-        return i64(sample) * walk.rows * pitch + channel;
-    }
-};
 
 extern "C" __global__ void __launch_bounds__(256, VEC < 8 || SINGLE ? 4 : 3)
 group_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,

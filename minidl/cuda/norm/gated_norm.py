@@ -1,0 +1,165 @@
+"""Squeeze and excitation over a batch norm and its activation, of which only the batch norm's input is read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.activation import struct_of
+from minidl.cuda.array import as_rows, contiguous, empty, zeros
+from minidl.cuda.grid import ints
+from minidl.cuda.launch import launch
+from minidl.cuda.norm.batch_norm import batch_norm_backward_sums
+from minidl.cuda.norm.group_norm import BLOCK, cut_pixels
+from minidl.cuda.rows import dtype_code, rows, vectors, walk_samples
+from minidl.precision import float32
+from minidl.shapes import ceil_div
+
+__all__ = [
+    "batch_norm_gate",
+    "batch_norm_gate_backward_apply",
+    "batch_norm_gate_backward_stats",
+    "batch_norm_gate_gradient",
+    "batch_norm_means",
+]
+
+FORWARD, BACKWARD = 1, 5  # sums that a pass takes
+GROUPS = 4  # of pixels that a thread normalises: what it reads of the parameters costs little
+UNROLL, VALUES = 4, 4  # vectors that a thread has in flight, of so many values: parameters and sums fill its registers
+
+
+def batch_norm_means(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
+    """Means (N, 1, ..., 1, C) over the pixels of each sample of what ``batch_norm_activate`` makes of x (N, ..., C).
+
+    Its values are not rounded before.
+    """
+    return _sums(FORWARD, x, None, moments, gamma, beta, function, slope)[0]
+
+
+def batch_norm_gate(x: Any, moments: Any, gamma: Any, beta: Any, gate: Any, function: str, slope: float = 0.0) -> Any:
+    """What ``batch_norm_activate`` makes of x (N, ..., C), times a ``gate`` (N, 1, ..., 1, C); rounded once."""
+    code, x, gate = _checked("batch_norm_gate", x, moments, gamma, beta, gate)
+    z = empty(x.shape, x.dtype)
+    if x.size:
+        n, channels = x.shape[0], x.shape[-1]
+        parameters = moments, gamma, beta, gate
+        plan = walk_samples(x, z, samples=n, **_walk(x), parameters=parameters)
+        defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function), "APPLY": 1}
+        args = *parameters, z, np.float32(slope), *ints(n, channels), plan.argument
+        launch("gated_norm", "gated_norm_apply", plan.grid, plan.block, x, *args, defines=defines)
+    return z
+
+
+def batch_norm_gate_gradient(
+    dz: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0
+) -> tuple[Any, Any]:
+    """The gradient of the gate of `batch_norm_gate`, and sums that its batch norm needs later, in one pass.
+
+    Args:
+        dz: gradient of its output, (N, ..., C).
+
+    Returns:
+        dgate (N, 1, ..., 1, C): sums of ``dz*y`` with y what is gated; and (N, 4, C) float32: sums of ``dz*s``, ``s``,
+        ``dz*s*(x - mean)`` and ``s*(x - mean)`` with s the slope of the activation.
+    """
+    assert dz.shape == x.shape and dz.dtype == x.dtype, (checks.describe(dz), checks.describe(x))
+    return _sums(BACKWARD, x, dz, moments, gamma, beta, function, slope)
+
+
+def batch_norm_gate_backward_stats(
+    sums: Any,
+    gate: Any,
+    dmean: Any,
+    pixels: int,
+    moments: Any,
+    *,
+    dgamma: Any = None,
+    dbeta: Any = None,
+    accumulate: bool = False,
+) -> Any:
+    """`batch_norm_backward_stats` behind `batch_norm_gate` and `batch_norm_means`, from what `batch_norm_gate_gradient`
+    left of images of so many ``pixels``: the gradient of the activation's output is ``dz*gate + dmean/pixels``.
+    """
+    n, four, channels = sums.shape
+    assert four == BACKWARD - 1 and gate.size == dmean.size == n * channels, checks.describe(sums)
+    parts, gate, dmean = empty((n, 2, channels), float32), contiguous(gate), contiguous(dmean)
+    if parts.size:
+        defines = {"DTYPE": dtype_code(gate, "batch_norm_gate"), "PARTS": 1, **_NO_VECTORS}
+        args = sums, gate, dmean, parts, *ints(n * channels, channels), np.float32(1 / pixels)
+        launch("gated_norm", "gated_norm_parts", ceil_div(n * channels, BLOCK), BLOCK, *args, defines=defines)
+    return batch_norm_backward_sums(parts, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_gate_backward_apply(
+    dz: Any,
+    gate: Any,
+    dmean: Any,
+    x: Any,
+    moments: Any,
+    gamma: Any,
+    beta: Any,
+    sums: Any,
+    count: Any,
+    function: str,
+    slope: float = 0.0,
+) -> Any:
+    """``batch_norm_activate_backward_apply`` of the gradient ``dz*gate + dmean/pixels``, which is never written."""
+    assert dz.shape == x.shape and dz.dtype == x.dtype, (checks.describe(dz), checks.describe(x))
+    code, x, gate, dmean = _checked("batch_norm_gate", x, moments, gamma, beta, gate, dmean)
+    dz, dx = as_rows(dz), empty(x.shape, x.dtype)
+    if x.size:
+        n, channels = x.shape[0], x.shape[-1]
+        parameters = moments, gamma, beta, gate, dmean, sums
+        plan = walk_samples(dz, x, dx, samples=n, **_walk(x), parameters=parameters)
+        defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function)}
+        args = *parameters, count, dx, np.float32(slope), np.float32(n / rows(x)[0]), *ints(n, channels), plan.argument
+        launch(
+            "gated_norm", "gated_norm_backward_apply", plan.grid, plan.block, dz, x, *args,
+            defines=defines | {"BATCH": int(sums is not None)},
+        )  # fmt: skip
+    return dx
+
+
+_NO_VECTORS = {"VEC": 1, "UNROLL": 1, "FUNCTION": "silu"}  # which the small kernels do not look at
+
+
+def _walk(x: Any) -> dict[str, int]:
+    return {"unroll": UNROLL, "groups": GROUPS, "access": VALUES * x.itemsize}
+
+
+def _sums(
+    many: int, x: Any, dz: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float
+) -> tuple[Any, Any]:
+    """(the first sum over the pixels of each sample, forward over their number, in the type of x; the others)"""
+    code, x = _checked("batch_norm_gate", x, moments, gamma, beta)
+    n, channels = x.shape[0], x.shape[-1]
+    shape, rest = (n, *(1,) * (x.ndim - 2), channels), (n, many - 1, channels)
+    if x.size == 0:
+        return zeros(shape, x.dtype), zeros(rest, float32)
+    dz = None if dz is None else as_rows(dz)
+    out, parts = empty(shape, x.dtype), empty(rest, float32) if many > 1 else None
+    cut = cut_pixels(x, dz, n, access=VALUES * x.itemsize, parameters=(moments, gamma, beta))
+    whole = cut.chunks == 1
+    partials = None if whole else empty((many, cut.chunks, n * channels), float32)
+    factor = np.float32(1.0 if many > 1 else n / rows(x)[0])
+    defines = cut.defines | {"UNROLL": UNROLL, "SUMS": many, "WHOLE": int(whole), "FUNCTION": struct_of(function)}
+    args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
+    launch("gated_norm", "gated_norm_sums", cut.grid, BLOCK, *args, defines=defines)
+    if not whole:
+        launch(
+            "gated_norm", "gated_norm_merge", ceil_div(n * channels, BLOCK), BLOCK, partials, out, parts,
+            *ints(n * channels, channels, cut.chunks), factor, defines={"DTYPE": code, "MERGED": many, **_NO_VECTORS},
+        )  # fmt: skip
+    return out, parts
+
+
+def _checked(who: str, x: Any, moments: Any, gamma: Any, beta: Any, *gates: Any) -> tuple[Any, ...]:
+    """(code of the type, x as rows, the gates dense): kernels read all but x through bare pointers."""
+    code, channels = dtype_code(x, who), x.shape[-1]
+    known = vectors(2 * channels, (moments,)) and vectors(channels, (gamma, beta))
+    assert known, [checks.describe(one) for one in (moments, gamma, beta) if one is not None]
+    for one in gates:
+        assert one.size == x.shape[0] * channels and one.dtype == x.dtype, checks.describe(one)
+    return code, as_rows(x), *map(contiguous, gates)
