@@ -276,9 +276,8 @@ def _problems(launch, kernel, device) -> Iterator[str]:
 # What reads or writes global memory on sm_90, by the operation's lowest 9 bits; the others are its operands' kinds:
 # LD, LDG, ST, STG, ATOM, RED, ATOMG, LDGSTS, UTMALDG, UTMASTG, UTMAREDG, UBLKCP.
 _GLOBAL = [0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A8, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA]
-# Touches no memory; kernels that meet other GPUs, before which a stream waits for another one anyway; and one whose
-# blocks must be dealt out in order, to idle multiprocessors.
-WITHOUT_WAIT = {"spin", "all_reduce", "conv2d_weight_hopper"}
+# Touches no memory; kernels that meet other GPUs, before which a stream waits for another one anyway.
+WITHOUT_WAIT = {"spin", "all_reduce"}
 
 
 def _hasty(stem, name, opcodes) -> str | None:

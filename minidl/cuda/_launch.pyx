@@ -82,7 +82,9 @@ cdef class Kernel:
             elif PyArray_CheckScalar(argument):
                 kind = cnp.PyArray_DescrFromScalar(argument)
                 if cnp.PyTypeNum_ISEXTENDED(kind.type_num) or kind.itemsize > 8 * WORDS:
-                    raise TypeError(f"{self.name}: argument {argument!r} ({kind}) is no plain number; pass an array of it")
+                    raise TypeError(
+                        f"{self.name}: argument {argument!r} ({kind}) is no plain number; pass an array of it"
+                    )
                 PyArray_ScalarAsCtype(argument, arguments[i])
             elif isinstance(argument, (int, float, complex)):
                 raise plain_number(self.name, argument)
@@ -119,7 +121,8 @@ cdef class Kernels:
         self._loaded, self._attach, self._load, self._grant = {}, attach, load, grant
 
     def start(
-        self, str stem, str name, tuple grid, tuple block, tuple args, dict defines, unsigned int shared, bint overlapping
+        self, str stem, str name, tuple grid, tuple block, tuple args, dict defines, unsigned int shared,
+        bint overlapping,
     ):
         """Launch on the current stream; the driver's error code, 0 for a launch. An empty grid starts nothing.
 

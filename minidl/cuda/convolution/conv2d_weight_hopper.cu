@@ -31,9 +31,7 @@
 // whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
 // time; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first
-// fastest, so that blocks which share pixels run together. For that all begin on idle multiprocessors: the kernel does not
-// wait for its predecessor, which would let it in while that one's blocks drain and deal its own out as places become
-// free (1x1 512-256 on 28x28 pixels and batch 256: 0.98 of the speed of cuDNN, with the wait 0.81).
+// fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6
@@ -406,6 +404,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         barrier_init_done();
     }
 
+    await_predecessor();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
