@@ -179,7 +179,7 @@ def test_mnist_reads_plain_and_compressed_files(mnist_folder):
         ("train-images-idx3-ubyte", bytes((0, 0, 13, 3)) + bytes(12), "no IDX file"),
         ("train-images-idx3-ubyte", idx(np.zeros((12, 6, 7), np.uint8))[:-1], "has 519 bytes"),
         ("train-images-idx3-ubyte", idx(np.zeros((11, 6, 7), np.uint8)), "11 images and 12 labels"),
-        ("train-labels-idx1-ubyte.gz", gzip.compress(b"words")[:-3], "damaged"),
+        ("train-labels-idx1-ubyte.gz", gzip.compress(b"words", mtime=0)[:-3], "damaged"),
         ("train-labels-idx1-ubyte.gz", None, "missing"),
     ],
 )
