@@ -61,7 +61,10 @@ def to_host(x: Any) -> np.ndarray:
     """A copy on the host; waits for the device. Zeros in a dry run, where nothing was computed."""
     if active_dry_run() is not None:
         return np.zeros(x.shape, x.dtype)
-    return import_cupy().asnumpy(contiguous(x))
+    x = contiguous(x)
+    # A copy into pageable memory waits inside of the driver, where the watchdog's look at events would wait with it.
+    synchronize()
+    return import_cupy().asnumpy(x)
 
 
 def synchronize() -> None:
