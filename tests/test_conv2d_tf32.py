@@ -59,7 +59,9 @@ def test_it_is_taken_where_rounding_is_allowed():
     assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
     assert kernels("H200", 64, True, 224) == {"conv2d_halo_kernel", "conv2d_turn_kernel"}, "windows of wide images"
     assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
-    assert kernels("H200", 3, True) == {"conv2d_kernel", "widen_kernel"}
+    assert kernels("H200", 5, True) == {"conv2d_kernel", "widen_kernel"}
+    first = {"conv2d_stem_kernel", "conv2d_stem_pack_kernel"}
+    assert kernels("H200", 3, True) == {*first, "conv2d_kernel"}, "images have a kernel of their own"
     assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
     assert "conv2d_kernel" in kernels("H200", 18, True)
     with family("hopper"), pytest.raises(ValueError, match="family"):
