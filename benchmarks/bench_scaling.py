@@ -9,7 +9,7 @@ GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, th
 order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
 ``whole``: what is left at last is not cut once more. ``soon``, ``hold``: messages start when they are complete, or wait
 for the next long pass that only moves bytes, however short it is; default: as `Model` lets them, which is ``soon``
-but for links, whose messages wait for passes that bear them (`minidl.profile.neighbourhood.departures`). fp32 or bf16:
+but for links, whose messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`). fp32 or bf16:
 how gradients are sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors
 travel else. Engines on GPUs: links (sums by our own kernels where they have a route; links8 and links32: of so many
 blocks at most, not 16), nccl; on CPUs: shm, mpi.
@@ -52,8 +52,8 @@ from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
+from minidl.messages.neighbourhood import by_neighbourhood
 from minidl.precision import precision
-from minidl.profile.neighbourhood import by_neighbourhood
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show

@@ -23,12 +23,12 @@ from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers.join import leave_strided, share_buffers
+from minidl.messages.factors import most_rows
+from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler, grouping, tuned
-from minidl.profile.factors import most_rows
-from minidl.profile.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -52,11 +52,11 @@ class Model(checks.Told):
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
-            By layer: what is enough for a message that ends there (`minidl.profile.neighbourhood.by_neighbourhood` of
+            By layer: what is enough for a message that ends there (`minidl.messages.neighbourhood.by_neighbourhood` of
             `neighbours`). None: between the GPUs of a host that see each other's memory 25 MiB; else what
             `minidl tune comm` measured on this machine, or 4 MiB, on GPUs 25 MiB.
         factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
-            place, where they take less (`minidl.profile.factors`); sums then differ in their last bits. They are not
+            place, where they take less (`minidl.messages.factors`); sums then differ in their last bits. They are not
             used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.
         message_dtype: of gradients on their way: ``"fp32"``, or ``"bf16"``: half the bytes, with the error that
             `minidl.params.Arena.connect` states.
@@ -167,7 +167,7 @@ class Model(checks.Told):
         """Let messages start as suits steps of so many samples on each rank: no bit changes. A collective.
 
         Until then they start as suits 32. Between the GPUs of a host a message may wait for a pass that is long enough
-        to bear it, see `minidl.profile.neighbourhood.departures`. Where ranks say different numbers the least counts.
+        to bear it, see `minidl.messages.neighbourhood.departures`. Where ranks say different numbers the least counts.
         """
         if by_kernels(self.comm):
             self.arena.wait_by(self.departures(min(self.comm.share(samples))))

@@ -25,8 +25,8 @@ from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
 from minidl.layer_params import Gradient, LayerParams
+from minidl.messages.neighbourhood import Departures, cut
 from minidl.precision import Precision, float32
-from minidl.profile.neighbourhood import Departures, cut
 from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.ring import Ring, Whole
 from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
@@ -211,7 +211,7 @@ class Arena:
 
         Args:
             group_bytes: or, by layer, what is enough for a message that ends there
-                (`minidl.profile.neighbourhood.by_neighbourhood`).
+                (`minidl.messages.neighbourhood.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
                 With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + 2u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);

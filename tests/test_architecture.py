@@ -15,6 +15,7 @@ LEVELS = [
     {"cpu", "cuda"},
     {"backend", "initializers"},
     {"interop", "legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
+    {"messages"},
     {"profile"},
     {"segments"},
     {"ring", "layer_params"},

@@ -8,7 +8,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator
-from minidl.profile.neighbourhood import Neighbour, cut, departures
+from minidl.messages.neighbourhood import Neighbour, cut, departures
 from minidl.sharded import ShardedSGD
 
 FLOP = 10**9  # products bound a layer of so many and few bytes

@@ -12,8 +12,8 @@ from minidl.backend import get_ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
+from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
 from minidl.profile import grouping
-from minidl.profile.neighbourhood import Neighbour, by_neighbourhood
 from tests.dist import job
 
 

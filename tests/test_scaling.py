@@ -12,11 +12,11 @@ from minidl import cli
 from minidl.bench.simulate import measurements, node_counts
 from minidl.dist import ipc
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
+from minidl.messages.neighbourhood import TAIL_BYTES, by_neighbourhood, cut
 from minidl.model import Model
 from minidl.models import resnet50
 from minidl.profile import scaling
 from minidl.profile.cluster import Cluster, sums_of
-from minidl.profile.neighbourhood import TAIL_BYTES, by_neighbourhood, cut
 from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs

@@ -11,10 +11,11 @@ from minidl.bench.isolated import PASSES, Case
 from minidl.bench.layers import empty_row
 from minidl.bench.network import Kind, NetworkTimes
 from minidl.loss import SoftmaxCrossEntropy
+from minidl.messages import factors
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.params import Message
-from minidl.profile import factors, roofline
+from minidl.profile import roofline
 from minidl.profile.cost import PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Timing
@@ -197,7 +198,7 @@ def _wire_bytes(table: Table, case: Case, gradient_bytes: int) -> float:
 
 
 def _gathered_bytes(table: Table, case: Case) -> int:
-    """Factors of all ranks that travel in the place of this layer's gradients (`minidl.profile.factors`), or 0."""
+    """Factors of all ranks that travel in the place of this layer's gradients (`minidl.messages.factors`), or 0."""
     model, itemsize = table.step.model, table.itemsize
     rows = table.batch * model.comm.size
     if rows > model.arena.factored.get(case.layer.name, 0):

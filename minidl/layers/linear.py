@@ -12,7 +12,8 @@ from minidl.dist.communicator import Work
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
 from minidl.layer_params import LayerParams
-from minidl.profile import Cost, PassCost, factors
+from minidl.messages import factors
+from minidl.profile import Cost, PassCost
 
 __all__ = ["Linear"]
 
@@ -30,7 +31,7 @@ class Linear(Layer):
         x (N, in_features) → (N, out_features); weight (out_features, in_features), bias (out_features,).
 
     On several GPUs, where a batch is small beside the weights, the rows of x and dy travel in the place of the gradient
-    that is their product, and each rank computes the sum over all (`minidl.profile.factors`).
+    that is their product, and each rank computes the sum over all (`minidl.messages.factors`).
     """
 
     accepts_add = True

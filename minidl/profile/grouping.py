@@ -28,10 +28,10 @@ from minidl import checks
 from minidl.cuda.capture import Room
 from minidl.dist import Communicator
 from minidl.dist.communicator import by_kernels, capturable, place
+from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
-from minidl.profile.neighbourhood import Neighbour, by_neighbourhood
 from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.timing import DeviceTimer
@@ -69,7 +69,7 @@ def group_bytes(
 ) -> int | dict[str, int]:
     """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
-    Where messages wait for passes that bear them (`minidl.profile.neighbourhood.departures`) what is usual was best:
+    Where messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`) what is usual was best:
     what runs beside a message is then not what comes next.
 
     Args:

@@ -1,7 +1,7 @@
 """What a step would take on a cluster that is not there: from the times of one rank's layers and a model of messages.
 
 The schedule is that of `minidl.params.Arena` and `SGD.step`: backward, each layer's weight gradient may complete a
-message (`minidl.profile.neighbourhood.cut`), messages run one after another beside the compute, and the update waits
+message (`minidl.messages.neighbourhood.cut`), messages run one after another beside the compute, and the update waits
 for them in turn. Two things make a step longer than that of one rank: what the update waits, and what compute loses to
 the messages beside it (`Interference`). What a message takes is `minidl.profile.cluster`'s business.
 """
@@ -17,9 +17,9 @@ from typing import Any
 
 from minidl import checks
 from minidl.dist.simulated import AlphaBeta
+from minidl.messages.factors import most_rows, row_bytes
+from minidl.messages.neighbourhood import ABSORBED, FEW, Neighbour, by_neighbourhood, cut, departures
 from minidl.profile.cluster import Cluster
-from minidl.profile.factors import most_rows, row_bytes
-from minidl.profile.neighbourhood import ABSORBED, FEW, Neighbour, by_neighbourhood, cut, departures
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
@@ -256,7 +256,7 @@ def simulate(
             first.
         factors: as in `Model`.
         waits: messages wait for passes that with so many samples of a rank bear them
-            (`minidl.profile.neighbourhood.departures`); 0: they do not.
+            (`minidl.messages.neighbourhood.departures`); 0: they do not.
     """
     nbytes = {layer.name: layer.nbytes for layer in step.layers if layer.nbytes}
     ranks = hosts * cluster.ranks_per_host

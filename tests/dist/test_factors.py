@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minidl.profile.factors import most_rows
+from minidl.messages.factors import most_rows
 from tests.conftest import CUDA
 from tests.dist import job
 from tests.dist.workers.factors import STEPS, WAYS
