@@ -208,7 +208,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
     tiles_n = ceil_div(conv.out_channels, tile_n)
-    blocks = _blocks(tile_n // 2 + registers + 40) if resident else 2
+    # A fifth block leaves float32, whose fragments of pixels are twice as large, too few registers on older devices.
+    blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident else 2
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
