@@ -62,7 +62,8 @@ def to_host(x: Any) -> np.ndarray:
     if active_dry_run() is not None:
         return np.zeros(x.shape, x.dtype)
     x = contiguous(x)
-    # A copy into pageable memory waits inside of the driver, where the watchdog's look at events would wait with it.
+    # A copy into pageable memory waits inside of the driver, where another thread's look at events, as the watchdog's,
+    # seemed to wait with it: wait before instead.
     synchronize()
     return import_cupy().asnumpy(x)
 
