@@ -62,7 +62,10 @@ conv2d_divided_kernel(const __grid_constant__ Maps maps, const float* __restrict
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
         if constexpr (SHIFT) give_registers<40>();
-        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, blockIdx.x, blockIdx.x + 1);
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            Ring<STAGES> ring;
+            fill(at, maps, p, ring, Tile(p, blockIdx.x));
+        }
     } else {
         if constexpr (SHIFT) take_registers<232>();
         const Tile tile(p, blockIdx.x);

@@ -36,6 +36,7 @@
 // FLOP: 2 * channels * pixels of whole windows * depth * taps. Bytes: source + filter + output (+ add), the source once
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_columns.cuh"
+#include "tickets.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -110,8 +111,10 @@ struct Layout {
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (2 * PATCHES + STAGES + i); }
     // When a patch is what a product wants.
     __device__ __forceinline__ u32 patch_ready(int i) const {
-        return NORMALIZED ? barriers() + 8 * (2 * (PATCHES + STAGES) + i) : patch_filled(i);
+        return NORMALIZED ? emptied(STAGES) + 8 * i : patch_filled(i);
     }
+    // The tile that begins with a patch.
+    __device__ __forceinline__ u32 ticket(int i) const { return emptied(STAGES) + 8 * PATCHES + TICKET_BYTES * i; }
 };
 
 // One thread: fills patch after patch, and stage after stage.
@@ -120,6 +123,18 @@ struct Filling {
     const Problem& p;
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
+
+    // Tells which tile begins with the next patches; -1: none.
+    __device__ __forceinline__ void announce(int number) const {
+        Ring<PATCHES> ring = patches;
+#pragma unroll
+        for (int j = 0; j < WINDOWS; ++j) {
+            barrier_wait(at.patch_emptied(ring.index), ring.parity ^ 1);
+            write_ticket(at.ticket(ring.index), number);
+            if (number < 0) barrier_arrive(at.patch_filled(ring.index));
+            ring.advance();
+        }
+    }
 
     // The next patches, of a tile's windows, each from a pixel of its window on.
     __device__ __forceinline__ void patch(const TensorMap& map, const Tile& tile, int channel, int y, int x, int bytes) {
@@ -147,35 +162,31 @@ struct Filling {
             ring.advance();
         }
     }
-};
 
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
-    Filling filling{at, p};
-    const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
-    for (int i = first; i < last; i += p.group) {
-        const Tile tile(p, i);
+    // All that a tile needs.
+    __device__ __forceinline__ void tile(const Maps& maps, const Tile& tile) {
+        const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-            filling.patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
-            filling.taps(maps.filter, tile, channel);
+            patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
+            taps(maps.filter, tile, channel);
         }
         if (p.added)
             for (int column = 0; column < FILTERS; column += DEPTH)
-                filling.patch(maps.add, tile, tile.column + column, 0, 0, PIXELS * 128);
+                patch(maps.add, tile, tile.column + column, 0, 0, PIXELS * 128);
 #if MASKED
-        if constexpr (SIGNED)
-            filling.patch(maps.below[READ], tile, first_signs(tile.column), 0, 0, PIXELS * SIGN_CHUNK);
+        if constexpr (SIGNED) patch(maps.below[READ], tile, first_signs(tile.column), 0, 0, PIXELS * SIGN_CHUNK);
 #pragma unroll
         for (int array = READ - 1; array >= 0; --array)
-            filling.patch(maps.below[array], tile, tile.column, 0, 0, PIXELS * 128);
+            patch(maps.below[array], tile, tile.column, 0, 0, PIXELS * 128);
 #endif
     }
-}
+};
+
+constexpr int WARPS = NORMALIZED ? 3 : 0;  // that normalise
 
 #if NORMALIZED
-constexpr int WARPS = 3;  // that normalise
-
 // A warp: normalises its part of patch after patch, the pixels that lie in the image; around it are zeros.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int first, int last, int warp) {
+DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, int warp) {
     const int lines = WINDOW + (p.taps_h - 1) * abs(p.delta_h), units = ceil_div(lines * p.line, UNIT);
     // In each unit a lane looks at one pixel, which then is so many lines and pixels further.
     const int begin = warp * UNIT + threadIdx.x % UNIT, begin_y = begin / p.line, begin_x = begin - begin_y * p.line;
@@ -183,8 +194,11 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
     Ring<PATCHES> patches;
     Chunk chunk;
     int loaded = -1;
-    for (int i = first; i < last; i += p.group) {
-        const Tile tile(p, i);
+    for (;;) {
+        barrier_wait(at.patch_filled(patches.index), patches.parity);
+        const int number = read_ticket(at.ticket(patches.index));
+        if (number < 0) return;
+        const Tile tile(p, number);
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             if (channel != loaded) chunk.load(norm, channel), loaded = channel;
             for (int j = 0; j < WINDOWS; ++j) {
@@ -223,6 +237,12 @@ struct Input {
     }
 
     __device__ __forceinline__ static bool speaks() { return threadIdx.x % 32 == 0; }
+
+    // The next tile; -1: there is none.
+    __device__ __forceinline__ int next() const {
+        barrier_wait(at.patch_filled(patches.index), patches.parity);
+        return read_ticket(at.ticket(patches.index));
+    }
 
     // Waits for the next patch.
     __device__ __forceinline__ void take(u32 barrier) {
@@ -400,7 +420,7 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                    const float* __restrict__ moments, const float* __restrict__ gamma,
-                   const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                   const float* __restrict__ beta, const __grid_constant__ Problem p, u32* counter) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared), p.patch};
     if (threadIdx.x == 0) {
@@ -412,25 +432,33 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
 #endif
         barrier_init_done();
     }
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.source), prefetch_map(maps.filter);
     await_predecessor();
     __syncthreads();
 
-    const int group = blockIdx.x / p.group, turn = p.group * p.share;
-    const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
         give_registers<NORMALIZED ? 88 : 40>();
-        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            Filling filling{at, p};
+            deal(counter, p.tiles, p.share, p.group, [&](int number) {
+                filling.announce(number);
+                filling.tile(maps, Tile(p, number));
+            });
+            filling.announce(-1);
+        }
 #if NORMALIZED
         if (threadIdx.x >= 128 * WARPGROUPS + 32)
-            normalize_all(at, p, {moments, gamma, beta, p.depth}, first, last, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
+            normalize_all(at, p, {moments, gamma, beta, p.depth}, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
 #endif
     } else {
         take_registers<NORMALIZED ? 208 : 232>();
         Input input(at, p, warpgroup);
-        for (int i = first; i < last; i += p.group) {
-            const Tile tile(p, i);
+        for (;;) {
+            const int number = input.next();
+            if (number < 0) break;
+            const Tile tile(p, number);
             Sum sum;
             input.accumulate(sum);
             write(input, maps, tile, sum, bias, partial, {moments, gamma, beta}, warpgroup);

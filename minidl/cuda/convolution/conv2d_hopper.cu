@@ -45,9 +45,8 @@
 // SPACED, RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
 // depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
 // multiprocessor.
-// Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
-// of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
-// first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
+// Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
+// are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
@@ -61,6 +60,7 @@
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
+#include "tickets.cuh"
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -115,12 +115,11 @@ struct Problem {
 
 // One tile of the output.
 struct Tile {
-    int index;   // of its class
-    int number;  // of its rows, among all classes
+    int index;  // of its class
     int row, column;
     int begin, end;  // channels that are summed
 
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), number(0), begin(0), end(p.depth) {
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
 #if DIVIDED
         const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
         begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
@@ -128,7 +127,6 @@ struct Tile {
 #endif
         if constexpr (SPREAD) tile = within_class(p, tile);
         const int m = tile / p.tiles_n;
-        number += m;
         column = (tile - m * p.tiles_n) * TILE_N;
         row = m * TILE_M;
     }
@@ -146,8 +144,14 @@ struct Tile {
             while (tile >= left()) tile -= left(), ++index;
             if (index < p.count) tile += done;
         }
-        for (int i = 0; i < index; ++i) number += p.classes[i].tiles;
         return tile;
+    }
+
+    // Which rows it has, of all classes.
+    __device__ __forceinline__ int rows(const Problem& p) const {
+        int m = row / TILE_M;
+        for (int i = 0; SPREAD && i < index; ++i) m += p.classes[i].tiles;
+        return m;
     }
 };
 
@@ -183,6 +187,8 @@ struct Layout {
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
         return barriers() + 8 * (2 * STAGES + warpgroup * SLABS + i);
     }
+    // The tile that begins with a stage.
+    __device__ __forceinline__ u32 ticket(int i) const { return added(WARPGROUPS, 0) + TICKET_BYTES * i; }
     // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
@@ -255,42 +261,52 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 #include "conv2d_hopper_below.cuh"
 #endif
 
-// One thread: fills stage after stage.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, int first, int last) {
-    Ring<STAGES> ring;
-    for (int i = first; i < last; i += p.group) {
-        const Tile tile(p, i);
-        const Class& c = p.classes[tile.index];
-        const TensorMap& source = maps.source[tile.index];
-        const Pixel start(c, tile.row);
-        const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
-        for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
-            for (int a = 0; a < c.taps_h; ++a)
-                for (int b = 0; b < c.taps_w; ++b) {
-                    const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
-                    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                    barrier_expect(barrier, p.stage_bytes);
-                    if constexpr (FLAT)
-                        load_box(to, source, barrier, channel, tile.row);
-                    else
-                        load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
-                                    c.offset_h + a * p.delta_h);
-                    const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
-                    if constexpr (ACROSS) {
+// One thread: tells which tile begins with the next stage; -1: none.
+DEVICE void announce(const Layout& at, const Ring<STAGES>& ring, int number) {
+    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+    write_ticket(at.ticket(ring.index), number);
+}
+
+// A stage that tells no more than that.
+DEVICE void fill_nothing(const Layout& at, Ring<STAGES>& ring) {
+    barrier_arrive(at.filled(ring.index));
+    ring.advance();
+}
+
+// One thread: fills stage after stage of a tile.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
+    const Class& c = p.classes[tile.index];
+    if (SPREAD && c.taps_h * c.taps_w == 0) fill_nothing(at, ring);
+    const TensorMap& source = maps.source[tile.index];
+    const Pixel start(c, tile.row);
+    const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
+    for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
+        for (int a = 0; a < c.taps_h; ++a)
+#pragma unroll 1
+            for (int b = 0; b < c.taps_w; ++b) {
+                const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
+                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+                barrier_expect(barrier, p.stage_bytes);
+                if constexpr (FLAT)
+                    load_box(to, source, barrier, channel, tile.row);
+                else
+                    load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
+                                c.offset_h + a * p.delta_h);
+                const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
+                if constexpr (ACROSS) {
 #pragma unroll
-                        for (int j = 0; j < TILE_N; j += 64)
-                            if (j < p.columns)
-                                load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
+                    for (int j = 0; j < TILE_N; j += 64)
+                        if (j < p.columns)
+                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
                                      channel);
-                    } else {
-                        load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
-                    }
-                    ring.advance();
+                } else {
+                    load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
                 }
+                ring.advance();
+            }
 #if MASKED
-        if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
+    if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
 #endif
-    }
 }
 
 using Sum = float[BLOCKS][TILE_N / 2];
@@ -352,7 +368,7 @@ using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a
 // What there is for a batch norm of a warpgroup's rows of a tile.
 DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
     if constexpr (STATISTICS || SUMS) {
-        float* const to = partial + i64(tile.number * WARPGROUPS + place.warpgroup) * 2 * place.p.columns;
+        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * 2 * place.p.columns;
 #pragma unroll
         for (int s = 0; s < Place::COUNT; s += BLOCKS)
             ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
@@ -428,32 +444,45 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p,
-                     const T* __restrict__ spaced) {
+                     u32* counter, const T* __restrict__ spaced) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.source[0]), prefetch_map(maps.filter);
     await_predecessor();
     __syncthreads();
 
-    const int group = blockIdx.x / p.group, turn = p.group * p.share;
-    const int first = group * turn + blockIdx.x % p.group, last = min((group + 1) * turn, p.tiles);
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
         if constexpr (SHIFT) give_registers<NORMALIZED ? 56 : 40>();
-        if (threadIdx.x == 128 * WARPGROUPS) fill(at, maps, p, first, last);
+        if (threadIdx.x == 128 * WARPGROUPS) {
+            Ring<STAGES> ring;
+            deal(counter, p.tiles, p.share, p.group, [&](int number) {
+                announce(at, ring, number);
+                fill(at, maps, p, ring, Tile(p, number));
+            });
+            announce(at, ring, -1);
+            fill_nothing(at, ring);
+        }
 #if NORMALIZED
-        if (threadIdx.x / 32 == 4 * WARPGROUPS + 1)
-            fill_affine(at, p, {moments, gamma, beta, p.depth}, first, last);
+        if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
 #endif
     } else {
         if constexpr (SHIFT) take_registers<NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
-        for (int i = first; i < last; i += p.group) {
-            const Tile tile(p, i);
+        for (;;) {
+            barrier_wait(at.filled(ring.index), ring.parity);
+            const int number = read_ticket(at.ticket(ring.index));
+            if (number < 0) break;
+            const Tile tile(p, number);
             const Class& c = p.classes[tile.index];
             const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
+            if (SPREAD && steps == 0) {
+                if (thread_again() % 32 == 0) barrier_arrive(at.emptied(ring.index));
+                ring.advance();
+            }
             output.prepare(tile);
             if constexpr (SPREAD)
                 if (steps == 0) {

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,6 +35,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     steps_of,
     walks_of,
 )
+from minidl.cuda.convolution.tickets import counter
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
@@ -204,11 +206,17 @@ def plan(
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
+        defines |= {
+            "SPACED": int(spaced),
+            "DIVIDED": parts,
+            "DEALT": int(os.environ.get("DEALT", "0")),
+            "STEPS": steps_of(conv, backward, code),
+        } | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
-        rest = problem, defines, tile.shared_bytes(normalized > 0), patches
-        launches.append(Planned("conv2d_hopper", blocks(tiles, share, group), tile.threads, views, *rest))
+        grid = blocks(tiles, share, group)
+        rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tiles
+        launches.append(Planned("conv2d_hopper", grid, tile.threads, views, *rest))
     return launches
 
 
@@ -411,9 +419,10 @@ def start(
     if spaced is not None:
         more = (add if spaced else None,)
     maps = TensorMaps(planned.views, (w, source, output, None if spaced else add, *arrays))
+    tickets = counter() if planned.several else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, *more,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, tickets, *more,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 

@@ -9,18 +9,24 @@
 #include "conv2d_input.cuh"
 
 // A warp: puts what the channels of a stage need beside it, two channels a lane, where a chunk of channels begins.
-DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm, int first, int last) {
+DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
     static_assert(sizeof(Affine) * DEPTH / 2 <= AFFINE_BYTES);
     const int lane = threadIdx.x % 32, taps = p.classes[0].taps_h * p.classes[0].taps_w;
-    Ring<STAGES> ring;
-    for (int i = first; i < last; i += p.group)
+    Ring<STAGES> ring, before;
+    bool open = false;  // whether a tile has begun with the stage before
+    for (;;)
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             const Affine affine(norm, channel + lane / 4 * 8, channel + lane * 2);
             for (int tap = 0; tap < taps; ++tap, ring.advance()) {
+                if (open) {
+                    barrier_wait(at.filled(before.index), before.parity);
+                    if (read_ticket(at.ticket(before.index)) < 0) return;
+                }
                 barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                 if (tap == 0) affine.store(at.affine(ring.index) + lane * sizeof(Affine));
                 __syncwarp();
                 if (lane == 0) barrier_arrive(at.filled(ring.index));
+                open = channel + tap == 0, before = ring;
             }
         }
 }

@@ -64,7 +64,7 @@ struct Output {
     Place place;
     int warpgroup;
     Ring<SLABS> next, fetched;  // the first buffer of the next group, and of the next addends
-    bool cleared = false;       // whether the first holds zeros
+    u32 cleared = 0;       // whether the first holds zeros
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
     __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
@@ -107,7 +107,7 @@ struct Output {
         } else {
             if (speaks()) await_stores_read<SLABS / AT_ONCE - 1>();
             if (SPREAD && cleared && speaks()) await_stores_read<0>();
-            cleared = false;
+            cleared = 0;
             warpgroup_sync(1 + warpgroup);
         }
     }
@@ -122,7 +122,7 @@ struct Output {
                 store_shared(buffer(0) + at, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             fence_for_engine();
             warpgroup_sync(1 + warpgroup);
-            cleared = true;
+            cleared = 1;
         }
         if (speaks()) {
 #pragma unroll

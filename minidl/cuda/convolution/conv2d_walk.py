@@ -43,7 +43,8 @@ class Planned(NamedTuple):
     """A launch of ``<stem>_kernel`` of ``<stem>.cu``.
 
     ``views``: of filters, source, output, what is added to it, and of a batch norm below its input and its ReLU's
-    output. ``patches``: parts of the output that leave two values per channel.
+    output. ``patches``: parts of the output that leave two values per channel. ``several``: whether blocks work on
+    several tiles, whose numbers they take from a counter.
     """
 
     stem: str
@@ -54,6 +55,7 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     patches: int
+    several: bool
 
 
 class Walk(NamedTuple):
