@@ -10,50 +10,70 @@ operands and checks are those of bench_conv.py; of each sample the slowest rank'
 from __future__ import annotations
 
 import argparse
-import math
 import sys
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.bench_conv import NETWORKS, PASSES, PRECISIONS, Arrays, Layer, checked, passes_of, row_of
+from minidl import cuda as ops
 from minidl import dist
-from minidl.bench.beside import Traffic
+from minidl.bench.beside import Run, Traffic
+from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
+from minidl.cuda.launch import dry_run
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget, DeviceTimer, input_sets
+from minidl.profile.timing import DeviceTimer, input_sets
 
 __all__ = ["main"]
 
 
-def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, samples: int) -> list[dict[str, Any]]:
+def _compile(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
+    """All kernels that will run, by several processes."""
+    with dry_run(current_device()) as log:
+        for layer, name in product(layers, names):
+            dtype, options = PRECISIONS[name].dtype, {"tf32": PRECISIONS[name].tf32, "groups": layer.groups}
+            options |= {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1)}
+            w = ops.empty((layer.filters, layer.kernel, layer.kernel, layer.channels // layer.groups), dtype)
+            x = ops.empty((layer.batch, layer.size, layer.size, layer.channels), dtype)
+            dy = ops.empty((layer.batch, layer.out_size, layer.out_size, layer.filters), dtype)
+            for which in passes_of(layer, wanted):
+                if which == "forward":
+                    ops.conv2d(x, w, **options)
+                elif which == "backward_data":
+                    ops.conv2d_backward_data(dy, w, x.shape, **options)
+                else:
+                    ops.conv2d_backward_weight(dy, x, **options, out=ops.empty(w.shape, np.float32))
+    nvrtc.compile_all(log.variants, nvrtc.target(current_device().arch))
+
+
+def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, samples: int) -> Iterator[dict[str, Any]]:
     """Rows of a layer's passes; a collective."""
     import cupy
     import torch
 
-    from minidl.bench.torch_calls import captured, time_calls
+    from minidl.bench.torch_calls import captured
 
-    itemsize, cache = PRECISIONS[name].dtype.itemsize, current_device().l2_bytes
+    itemsize, cache, side = PRECISIONS[name].dtype.itemsize, current_device().l2_bytes, torch.cuda.Stream()
     arrays = Arrays(layer, PRECISIONS[name], min(8, input_sets(layer.bytes(itemsize), cache)), "cuda")
-    budget, rows = Budget(samples, seconds=math.inf), []
     for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
         error = checked(arrays, name, which, ours[-1](), peer[-1]())
-        alone = DeviceTimer().replayed(ours, budget).ms, time_calls(peer, budget, "replayed", "cuda").ms
-        alone = [max(ms) for ms in zip(*traffic.comm.share(alone), strict=True)]
-        with DeviceTimer().captured(ours) as (launch, stream):
-            mine = traffic.beside(launch, stream, len(ours), samples)
-        side = torch.cuda.Stream()
-        with captured(peer) as replay, torch.cuda.stream(side):
-            theirs = traffic.beside(replay, cupy.cuda.Stream.from_external(side), len(peer), samples)
-        row = row_of(layer, name, which, error, mine, {"cudnn": theirs})
-        rows.append(row | {"alone_ms": alone[0], "peers_alone": {"cudnn": alone[1]}, "message_bytes": traffic.nbytes})
-        del ours, peer
+        with DeviceTimer().captured(ours) as (launch, stream), captured(peer) as replay, torch.cuda.stream(side):
+            theirs = Run(replay, cupy.cuda.Stream.from_external(side), len(peer))
+            alone, beside = zip(*traffic.measure([Run(launch, stream, len(ours)), theirs], samples), strict=True)
+        row = row_of(layer, name, which, error, beside[0], {"cudnn": beside[1]})
+        row |= {"alone_ms": alone[0].ms, "peers_alone": {"cudnn": alone[1].ms}, "message_bytes": traffic.nbytes}
+        yield row | {"alone_spread": alone[0].spread, "peer_alone_spread": alone[1].spread}
+        del ours, peer, launch, replay, theirs
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()
-    return rows
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
@@ -94,14 +114,17 @@ def main() -> None:
 
     torch.cuda.set_device(cupy.cuda.runtime.getDevice())
     torch.backends.cudnn.benchmark = True
+    layers = [layer for network in a.network for layer in NETWORKS[network](*([a.batch] if a.batch else []))]
+    if comm.rank == 0:
+        _compile(layers, a.precision, a.passes)
+    comm.barrier()
     traffic, rows = Traffic(comm, int(a.message * 2**20)), []
-    for name in a.precision:
+    for name, layer in product(a.precision, layers):
         torch.backends.cudnn.allow_tf32 = PRECISIONS[name].tf32 == 1
-        for network in a.network:
-            for layer in NETWORKS[network](*([a.batch] if a.batch else [])):
-                rows += _measure(layer, name, a.passes, traffic, a.samples)
-                if comm.rank == 0 and a.json:
-                    write(a.json, result("bench_conv_beside", rows, machine_record(), all_reduce_ms=traffic.ms))
+        for row in _measure(layer, name, a.passes, traffic, a.samples):
+            rows.append(row)
+            if comm.rank == 0 and a.json:
+                write(a.json, result("bench_conv_beside", rows, machine_record(), all_reduce_ms=traffic.ms))
     if comm.rank == 0:
         rows.sort(key=lambda row: row["peers"]["cudnn"] / row["ms"])
         columns = ["layer and pass", "type", "alone ms", "beside ms", "spread", "ratio", "cudnn alone ms"]

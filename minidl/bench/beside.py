@@ -1,14 +1,15 @@
 """How long work on a GPU takes while gradients travel: a captured graph of calls beside all-reduces without a pause.
 
-The all-reduces start first, as many as outlast the work; a sample during which they ended does not count. All ranks
-measure together, and of each sample the slowest rank's time is taken.
+The all-reduces start first, as many as outlast the work; a sample during which they ended does not count. Rivals are
+sampled in turn, alone and beside. All ranks measure together, and of each sample the slowest rank's time is taken.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,7 +20,7 @@ from minidl.precision import float32
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timing
 
-__all__ = ["Traffic", "outlasted"]
+__all__ = ["Run", "Traffic", "outlasted"]
 
 SAMPLE_MS = 3.0
 ROOM = 2.0  # all-reduces for so many times the work's own duration, to begin with
@@ -28,6 +29,14 @@ TRIES = 6  # at outlasting a sample
 
 Call = Callable[[], Any]
 Sample = Callable[[int], tuple[float, bool]]
+
+
+class Run(NamedTuple):
+    """``launch`` starts so many ``calls`` on ``stream``, which is of CuPy's kind."""
+
+    launch: Call
+    stream: Any
+    calls: int
 
 
 class Traffic:
@@ -75,29 +84,26 @@ class Traffic:
         end.synchronize()
         return self._cuda.get_elapsed_time(start, end) / count
 
-    def beside(self, launch: Call, stream: Any, calls: int, samples: int) -> Timing:
-        """Milliseconds of each of the ``calls`` that ``launch`` starts on a stream of CuPy's kind; a collective."""
+    def measure(self, runs: Sequence[Run], samples: int) -> list[tuple[Timing, Timing]]:
+        """Milliseconds of a call of each run: alone, and beside all-reduces; a collective."""
+        contestants = [one for run in runs for one in self._contestants(run)]
+        times = outlasted(self.comm, contestants, samples)
+        return list(zip(times[::2], times[1::2], strict=True))
+
+    def _contestants(self, run: Run) -> list[tuple[Sample, int]]:
+        """The run's samples and how many all-reduces may outlast one: none, and some."""
         start, stop, end = self._events
+        launch, stream, calls = run
 
-        def alone(repeats: int) -> float:
-            start.record(stream)
-            for _ in range(repeats):
-                launch()
-            stop.record(stream)
-            stop.synchronize()
-            return self._cuda.get_elapsed_time(start, stop)
-
-        alone(1)
-        once = max(self.comm.share(alone(1)))
-        repeats = max(1, math.ceil(SAMPLE_MS / max(once, 1e-3)))
-
-        def sample(count: int) -> tuple[float, bool]:
-            copy_into(self._array, self._fresh)
+        def sample(count: int, repeats: int) -> tuple[float, bool]:
+            works = []
+            if count:
+                copy_into(self._array, self._fresh)
             self.comm.barrier()
-            first = self.comm.start_all_reduce(self._array)
-            works = [self.comm.start_all_reduce(self._array) for _ in range(count)]
-            with stream:
-                first.wait()  # from here on they run without a pause
+            if count:
+                works = [self.comm.start_all_reduce(self._array) for _ in range(count + 1)]
+                with stream:
+                    works[0].wait()  # from here on they run without a pause
             start.record(stream)
             for _ in range(repeats):
                 launch()
@@ -107,32 +113,39 @@ class Traffic:
             end.record()
             end.synchronize()
             stop.synchronize()
-            return self._cuda.get_elapsed_time(start, stop) / (repeats * calls), end_after(stop, end)
+            ms = self._cuda.get_elapsed_time(start, stop) / (repeats * calls)
+            return ms, not works or self._cuda.get_elapsed_time(stop, end) > 0
 
-        def end_after(one: Any, other: Any) -> bool:
-            return self._cuda.get_elapsed_time(one, other) > 0
+        sample(0, 1)
+        once = max(self.comm.share(sample(0, 1)[0])) * calls
+        repeats = max(1, math.ceil(SAMPLE_MS / max(once, 1e-3)))
+        return [
+            (partial(sample, repeats=repeats), count) for count in (0, math.ceil(ROOM * repeats * once / self.ms) + 1)
+        ]
 
-        return outlasted(self.comm, sample, math.ceil(ROOM * repeats * once / self.ms) + 1, samples)
 
-
-def outlasted(comm: Communicator, sample: Sample, count: int, samples: int) -> Timing:
-    """So many samples that the traffic outlasted on all ranks, of each the slowest rank's time; a collective.
+def outlasted(comm: Communicator, contestants: Sequence[tuple[Sample, int]], samples: int) -> list[Timing]:
+    """So many samples of each contestant, in turns, that the traffic outlasted on all ranks; of each the slowest rank's
+    time; a collective.
 
     Args:
-        sample: given the number of all-reduces; milliseconds, and whether they went on to the end.
-        count: of all-reduces to begin with; more where they were too few.
+        contestants: a sample, given the number of all-reduces: milliseconds, and whether they went on to the end; and
+            their number to begin with, more where they were too few.
 
     Raises:
         RuntimeError: on all ranks, when they are too few again and again.
     """
-    taken: list[float] = []
-    failed = 0
-    while len(taken) < max(samples, 2):
-        outcomes = comm.share(sample(min(count, MOST)))
-        if all(went_on for _, went_on in outcomes):
-            taken.append(max(ms for ms, _ in outcomes))
-            continue
-        failed, count = failed + 1, math.ceil(1.5 * count)
-        if failed == TRIES:
-            raise RuntimeError(f"{min(count, MOST)} all-reduces end before the work beside them; make messages larger")
-    return Timing(tuple(taken))
+    taken: list[list[float]] = [[] for _ in contestants]
+    counts = [count for _, count in contestants]
+    for _ in range(max(samples, 2)):
+        for i, (sample, _) in enumerate(contestants):
+            for _ in range(TRIES):
+                outcomes = comm.share(sample(min(counts[i], MOST)))
+                if all(went_on for _, went_on in outcomes):
+                    taken[i].append(max(ms for ms, _ in outcomes))
+                    break
+                counts[i] = math.ceil(1.5 * counts[i])
+            else:
+                few = f"{min(counts[i], MOST)} all-reduces end before the work beside them"
+                raise RuntimeError(f"{few}; make messages larger")
+    return [Timing(tuple(ms)) for ms in taken]
