@@ -199,17 +199,6 @@ def test_structures_are_those_of_the_kernels(stem, name, twin):
 SIZES = list(product((1, 3, 32, 256), (1, 7, 28, 56, 113), (8, 64, 200), (8, 64, 256, 2048), ((1, 1), (3, 1), (3, 2))))
 
 
-def test_blocks_share_out_all_tiles():
-    """As the kernels count: each tile has one block, no block is idle, and blocks of a group walk side by side."""
-    for tiles, share, group in product((1, 7, 132, 133, 400, 1000), (1, 2, 5), (1, 132, 264)):
-        turns = [
-            range(b // group * group * share + b % group, min((b // group + 1) * group * share, tiles), group)
-            for b in range(conv2d_walk.blocks(tiles, share, group))
-        ]
-        assert all(turns) and max(map(len, turns)) <= share
-        assert sorted(tile for turn in turns for tile in turn) == list(range(tiles))
-
-
 @pytest.mark.parametrize("name", ["H100", "H200"])
 def test_chosen_tiles_apply_and_blocks_are_short(name):
     device, chosen = BUILT_IN[name], set()

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import islice, product
+
 import numpy as np
 import pytest
 
 from minidl.cuda.capture import Room, capture
 from minidl.cuda.convolution import tickets
+from minidl.cuda.convolution.conv2d_walk import blocks
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run, launch
 from minidl.precision import bfloat16, float32
+from minidl.shapes import ceil_div
 from tests.test_conv2d_ops import put
 
 REPEATS = 1000
@@ -40,6 +44,47 @@ def test_counters_are_never_given_twice(monkeypatch):
     monkeypatch.setattr(tickets, "_free", {})
     found = {int(tickets._new(device)) for device in (0, 1) for _ in range(2 * tickets.CHUNK)}
     assert len(found) == 4 * tickets.CHUNK and Chunk.made == 4, "and memory is made when it is needed"
+
+
+def _deal(tiles, share, group, at_once, rng):
+    """Who computes which tile, as `deal` of tickets.cuh says; so many blocks at once go on at paces of their own."""
+    grid, counter, done = blocks(tiles, share, group), [0, 0], {}
+
+    def take():
+        counter[0] += 1
+        return counter[0] - 1
+
+    def block(number):
+        rest = 1 if grid == tiles else share if number + group < grid else tiles
+        tile = take() if grid < tiles else number
+        yield
+        while tile < tiles:
+            now, rest = tile, rest - 1
+            tile = take() if rest > 0 else tiles
+            done.setdefault(number, []).append(now)
+            yield
+        if grid < tiles:
+            counter[1] = (counter[1] + 1) % grid
+            if counter[1] == 0:
+                counter[0] = 0
+
+    waiting = iter([block(number) for number in range(grid)])
+    running = list(islice(waiting, at_once))
+    while running:
+        i = int(rng.integers(len(running)))
+        if next(running[i], "ended") == "ended":
+            running[i : i + 1] = islice(waiting, 1)
+    assert counter == [0, 0], "as the next launch needs it"
+    return done
+
+
+def test_each_tile_is_computed_once_whoever_comes_when(rng):
+    for tiles, share, group in product((1, 7, 132, 133, 400, 1000), (1, 2, 5), (1, 4, 132)):
+        for at_once in {1, ceil_div(group, 2), group, 2 * group}:
+            done = _deal(tiles, share, group, at_once, rng)
+            assert sorted(tile for some in done.values() for tile in some) == list(range(tiles))
+            first = blocks(tiles, share, group) - group
+            assert all(len(some) <= share for number, some in done.items() if number < first), "they leave"
 
 
 class Passes:
