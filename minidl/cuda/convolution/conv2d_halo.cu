@@ -164,7 +164,10 @@ struct Filling {
     }
 
     // All that a tile needs.
-    __device__ __forceinline__ void tile(const Maps& maps, const Tile& tile) {
+    __device__ __forceinline__ void tile(const Maps& maps, int number) {
+        announce(number);
+        if (number < 0) return;
+        const Tile tile(p, number);
         const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
@@ -442,11 +445,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
         give_registers<NORMALIZED ? 88 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Filling filling{at, p};
-            deal(counter, p.tiles, p.share, p.group, [&](int number) {
-                filling.announce(number);
-                filling.tile(maps, Tile(p, number));
-            });
-            filling.announce(-1);
+            deal(counter, p.tiles, p.share, p.group, [&](int number) { filling.tile(maps, number); });
         }
 #if NORMALIZED
         if (threadIdx.x >= 128 * WARPGROUPS + 32)

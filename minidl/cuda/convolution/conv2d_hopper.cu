@@ -261,22 +261,17 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 #include "conv2d_hopper_below.cuh"
 #endif
 
-// One thread: tells which tile begins with the next stage; -1: none.
-DEVICE void announce(const Layout& at, const Ring<STAGES>& ring, int number) {
+// One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
     write_ticket(at.ticket(ring.index), number);
-}
-
-// A stage that tells no more than that.
-DEVICE void fill_nothing(const Layout& at, Ring<STAGES>& ring) {
-    barrier_arrive(at.filled(ring.index));
-    ring.advance();
-}
-
-// One thread: fills stage after stage of a tile.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {
+    const Tile tile(p, number);
     const Class& c = p.classes[tile.index];
-    if (SPREAD && c.taps_h * c.taps_w == 0) fill_nothing(at, ring);
+    if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) {
+        barrier_arrive(at.filled(ring.index));
+        ring.advance();
+        if (number < 0) return;
+    }
     const TensorMap& source = maps.source[tile.index];
     const Pixel start(c, tile.row);
     const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
@@ -458,12 +453,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) give_registers<NORMALIZED ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
-            deal(counter, p.tiles, p.share, p.group, [&](int number) {
-                announce(at, ring, number);
-                fill(at, maps, p, ring, Tile(p, number));
-            });
-            announce(at, ring, -1);
-            fill_nothing(at, ring);
+            deal(counter, p.tiles, p.share, p.group, [&](int number) { fill(at, maps, p, ring, number); });
         }
 #if NORMALIZED
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});

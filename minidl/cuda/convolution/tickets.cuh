@@ -38,7 +38,7 @@ DEVICE void leave_tickets(u32* counter) {
     if (left == gridDim.x - 1) asm volatile("st.global.relaxed.gpu.u32 [%0], %1;" ::"l"(counter), "r"(0) : "memory");
 }
 
-// One thread of a block: fill(tile) for each that it takes.
+// One thread of a block: fill(tile) for each that it takes, and fill(-1).
 template <class F>
 DEVICE void deal(u32* counter, int tiles, int share, int group, F fill) {
     int rest = !counter ? 1 : blockIdx.x + group < gridDim.x ? share : tiles;
@@ -47,9 +47,9 @@ DEVICE void deal(u32* counter, int tiles, int share, int group, F fill) {
 #else
     int tile = counter ? take_ticket(counter) : blockIdx.x;
 #endif
-    while (tile < tiles) {
-        const int now = tile;
-        tile = --rest > 0 ? take_ticket(counter) + (DEALT ? gridDim.x : 0) : tiles;
+    for (int now = 0; now >= 0;) {
+        now = tile < tiles ? tile : -1;
+        if (now >= 0) tile = --rest > 0 ? take_ticket(counter) + (DEALT ? gridDim.x : 0) : tiles;
         fill(now);
     }
     if (counter) leave_tickets(counter);
