@@ -119,7 +119,7 @@ def test_hopper_has_many_candidates_and_other_devices_have_some():
     families = {choice.family for question in QUESTIONS for choice in options(question, H200)}
     assert families == {"hopper", "generic", "grouped", "small", "stem", "thin"}
     usual = Question("forward", sizes(*SHAPES[1]), *DTYPES["bf16"])
-    assert len(options(usual, H200)) > 15 and len(options(usual, BUILT_IN["A100"])) == 4
+    assert len(options(usual, H200)) > 10 and len(options(usual, BUILT_IN["A100"])) == 4
 
 
 def test_a_kernel_that_cannot_do_it_leaves_the_choice_as_it_was():

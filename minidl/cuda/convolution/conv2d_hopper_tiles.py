@@ -16,7 +16,6 @@ from minidl.cuda.convolution.conv2d_walk import (
     STAGE_ROW,
     columns_of,
     depth_of,
-    is_flat,
     itemsize_of,
     reads,
     walks_of,
@@ -118,11 +117,7 @@ AGAIN = 1.07
 _NORMALIZED = {(128, 256): 1.05, (256, 128): 1.36, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.45}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.4, (0.0, 0.16, 0.08)
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
-LONGEST = 150.0  # microseconds that a block should last: whatever runs beside it waits for a multiprocessor no longer
-# Tiles of a block of two on a multiprocessor, at most, for 1x1 filters where memory sets the pace: long blocks of fixed
-# shares are slower (64-256 channels at 56x56 pixels: 154 us; with 4 tiles to a block 145). For narrow tiles, whose
-# source comes from the cache for all but the first of a row, long ones are faster.
-EVEN = 4
+LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
 
 def candidates(
@@ -228,10 +223,10 @@ def choose(
     normalized: int = 0,
     sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int]:
-    """The tile that should finish first, and how many of them a block works on; arguments as of `microseconds`."""
+    """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`."""
     among = candidates(conv, backward, device, code, normalized > 0)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
-    return tile, _shares(conv, backward, tile, device, code)[0]
+    return tile, _share(conv, backward, tile, device, code)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -245,26 +240,17 @@ def normalizing_pays(conv: Convolution, device: DeviceRecord, code: int, sums: b
     return together < apart + _STARTED + 2 * itemsize_of(code) * math.prod(conv.x_shape) / _PASSED
 
 
-def _shares(
-    conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int
-) -> tuple[int, int]:
-    """Tiles of a block that lasts as long as it should, and when all blocks run at a time."""
+def _share(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
+    """Tiles after which a block has lasted as long as it should, where all keep pace."""
     rounds = ceil_div(work(conv, backward, tile, code)[0], device.multiprocessors * tile.resident)
     arithmetic = microseconds(conv, backward, tile, device, code)[0]
-    share = ceil_div(rounds, max(1, round(arithmetic / LONGEST)))
-    if tile.resident > 1 and tile.columns > SLAB and is_flat(conv) and arithmetic < _memory(conv, backward, code):
-        share = min(share, EVEN)
-    return share, rounds
+    return ceil_div(rounds, max(1, round(arithmetic / LONGEST)))
 
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
-    """What a tuner may try, first what `choose` says: each tile, in blocks of several lengths."""
-    chosen, share = choose(conv, backward, device, code)
-    found = [Choice("hopper", chosen.name, (share,))]
-    for tile in candidates(conv, backward, device, code):
-        shares = *_shares(conv, backward, tile, device, code), 1
-        found += [Choice("hopper", tile.name, (share,)) for share in shares]
-    return list(dict.fromkeys(found))
+    """What a tuner may try: each tile, first what `choose` says."""
+    tiles = choose(conv, backward, device, code)[0], *candidates(conv, backward, device, code)
+    return [Choice("hopper", tile.name, (_share(conv, backward, tile, device, code),)) for tile in dict.fromkeys(tiles)]
 
 
 @functools.lru_cache(maxsize=1024)

@@ -17,7 +17,7 @@ from minidl.cuda.device import active_dry_run, driver, import_cupy
 
 __all__ = ["counter"]
 
-BYTES = 8  # {taken, left}
+BYTES = 64
 CHUNK = 4096  # counters that are made at a time
 PER_THREAD = 2  # CUDA's name of a stream that each thread has of its own
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be made while anybody captures
