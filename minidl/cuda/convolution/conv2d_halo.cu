@@ -151,6 +151,7 @@ struct Filling {
 
     // The filters of a chunk.
     __device__ __forceinline__ void taps(const TensorMap& map, const Tile& tile, int channel) {
+#pragma unroll 1
         for (int tap = 0; tap < p.taps_h * p.taps_w; ++tap) {
             const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
             barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
