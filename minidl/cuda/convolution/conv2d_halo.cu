@@ -95,6 +95,10 @@ struct Tile {
         column = (tile - m * p.tiles_n) * FILTERS;
         window = m * WINDOWS;
     }
+
+    // As the thread that fills tells of it.
+    __device__ __forceinline__ explicit Tile(const Ticket& ticket) : window(ticket.first), column(ticket.second) {}
+    __device__ __forceinline__ Ticket ticket() const { return {window, column}; }
 };
 
 // Shared memory: patches, stages of filters, barriers.
@@ -124,14 +128,14 @@ struct Filling {
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
 
-    // Tells which tile begins with the next patches; -1: none.
-    __device__ __forceinline__ void announce(int number) const {
+    // Tells which tile begins with the next patches.
+    __device__ __forceinline__ void announce(const Ticket& ticket) const {
         Ring<PATCHES> ring = patches;
 #pragma unroll
         for (int j = 0; j < WINDOWS; ++j) {
             barrier_wait(at.patch_emptied(ring.index), ring.parity ^ 1);
-            write_ticket(at.ticket(ring.index), number);
-            if (number < 0) barrier_arrive(at.patch_filled(ring.index));
+            write_ticket(at.ticket(ring.index), ticket);
+            if (ticket.first < 0) barrier_arrive(at.patch_filled(ring.index));
             ring.advance();
         }
     }
@@ -166,9 +170,9 @@ struct Filling {
 
     // All that a tile needs.
     __device__ __forceinline__ void tile(const Maps& maps, int number) {
-        announce(number);
-        if (number < 0) return;
         const Tile tile(p, number);
+        announce(number < 0 ? Ticket{-1, 0} : tile.ticket());
+        if (number < 0) return;
         const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
@@ -200,9 +204,9 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Norm& norm, 
     int loaded = -1;
     for (;;) {
         barrier_wait(at.patch_filled(patches.index), patches.parity);
-        const int number = read_ticket(at.ticket(patches.index));
-        if (number < 0) return;
-        const Tile tile(p, number);
+        const Ticket ticket = read_ticket(at.ticket(patches.index));
+        if (ticket.first < 0) return;
+        const Tile tile(ticket);
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
             if (channel != loaded) chunk.load(norm, channel), loaded = channel;
             for (int j = 0; j < WINDOWS; ++j) {
@@ -242,8 +246,8 @@ struct Input {
 
     __device__ __forceinline__ static bool speaks() { return threadIdx.x % 32 == 0; }
 
-    // The next tile; -1: there is none.
-    __device__ __forceinline__ int next() const {
+    // The next tile.
+    __device__ __forceinline__ Ticket next() const {
         barrier_wait(at.patch_filled(patches.index), patches.parity);
         return read_ticket(at.ticket(patches.index));
     }
@@ -456,9 +460,9 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
         take_registers<NORMALIZED ? 208 : 232>();
         Input input(at, p, warpgroup);
         for (;;) {
-            const int number = input.next();
-            if (number < 0) break;
-            const Tile tile(p, number);
+            const Ticket ticket = input.next();
+            if (ticket.first < 0) break;
+            const Tile tile(ticket);
             Sum sum;
             input.accumulate(sum);
             write(input, maps, tile, sum, bias, partial, {moments, gamma, beta}, warpgroup);

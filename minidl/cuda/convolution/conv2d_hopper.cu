@@ -131,6 +131,11 @@ struct Tile {
         row = m * TILE_M;
     }
 
+    // As the thread that fills tells of it.
+    __device__ __forceinline__ Tile(const Problem& p, const Ticket& ticket)
+        : index(SPREAD ? ticket.second >> 28 : 0), row(ticket.first), column(ticket.second & 0xfffffff), begin(0), end(p.depth) {}
+    __device__ __forceinline__ Ticket ticket() const { return {row, SPREAD ? column | index << 28 : column}; }
+
     // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
     // them do, so that what they have in common is read once; what is left follows class by class.
     __device__ __forceinline__ int within_class(const Problem& p, int tile) {
@@ -264,8 +269,8 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 // One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-    write_ticket(at.ticket(ring.index), number);
     const Tile tile(p, number);
+    write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
     const Class& c = p.classes[tile.index];
     if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) {
         barrier_arrive(at.filled(ring.index));
@@ -464,9 +469,9 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (;;) {
             barrier_wait(at.filled(ring.index), ring.parity);
-            const int number = read_ticket(at.ticket(ring.index));
-            if (number < 0) break;
-            const Tile tile(p, number);
+            const Ticket ticket = read_ticket(at.ticket(ring.index));
+            if (ticket.first < 0) break;
+            const Tile tile(p, ticket);
             const Class& c = p.classes[tile.index];
             const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
             if (SPREAD && steps == 0) {

@@ -20,7 +20,7 @@ DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
             for (int tap = 0; tap < taps; ++tap, ring.advance()) {
                 if (open) {
                     barrier_wait(at.filled(before.index), before.parity);
-                    if (read_ticket(at.ticket(before.index)) < 0) return;
+                    if (read_ticket(at.ticket(before.index)).first < 0) return;
                 }
                 barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                 if (tap == 0) affine.store(at.affine(ring.index) + lane * sizeof(Affine));

@@ -12,14 +12,25 @@
 #pragma once
 #include "hopper.cuh"
 
-constexpr int TICKET_BYTES = 4;
+constexpr int TICKET_BYTES = 8;
 
-DEVICE void write_ticket(u32 to, int tile) { asm volatile("st.shared.s32 [%0], %1;" ::"r"(to), "r"(tile) : "memory"); }
+// Where a tile lies, as its kernel has it; `first` is negative where there is none.
+struct Ticket {
+    int first, second;
+};
 
-DEVICE int read_ticket(u32 from) {
-    int tile;
-    asm volatile("ld.shared.s32 %0, [%1];" : "=r"(tile) : "r"(from) : "memory");
-    return __reduce_or_sync(0xffffffffu, tile);  // known to be the same in a warp
+DEVICE void write_ticket(u32 to, const Ticket& ticket) {
+    asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(to), "r"(ticket.first), "r"(ticket.second) : "memory");
+}
+
+DEVICE Ticket read_ticket(u32 from) {
+    Ticket ticket;
+    asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];"
+                 : "=r"(ticket.first), "=r"(ticket.second)
+                 : "r"(from)
+                 : "memory");
+    // Known to be the same in a warp: then they are in the registers that a warp shares.
+    return {int(__reduce_or_sync(0xffffffffu, ticket.first)), int(__reduce_or_sync(0xffffffffu, ticket.second))};
 }
 
 #ifndef TEAMS
