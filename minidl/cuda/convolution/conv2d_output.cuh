@@ -64,7 +64,7 @@ struct Output {
     Place place;
     int warpgroup;
     Ring<SLABS> next, fetched;  // the first buffer of the next group, and of the next addends
-    u32 cleared = 0;       // whether the first holds zeros
+    u32 cleared = 0;            // whether the first holds zeros; ptxas spills a bool, in some variants
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
     __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added

@@ -81,7 +81,7 @@ struct Dealer {
     // The last block puts the counters back.
     __device__ __forceinline__ void leave() const {
         u32 left;
-        asm volatile("atom.global.relaxed.gpu.inc.u32 %0, [%1], %2;"
+        asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;"
                      : "=r"(left)
                      : "l"(counter + 1), "r"(gridDim.x - 1)
                      : "memory");
