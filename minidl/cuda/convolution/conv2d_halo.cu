@@ -128,27 +128,28 @@ struct Filling {
     Ring<PATCHES> patches;
     Ring<STAGES> ring;
 
-    // Tells which tile begins with the next patches.
-    __device__ __forceinline__ void announce(const Ticket& ticket) const {
-        Ring<PATCHES> ring = patches;
-#pragma unroll
-        for (int j = 0; j < WINDOWS; ++j) {
-            barrier_wait(at.patch_emptied(ring.index), ring.parity ^ 1);
-            write_ticket(at.ticket(ring.index), ticket);
-            if (ticket.first < 0) barrier_arrive(at.patch_filled(ring.index));
-            ring.advance();
-        }
-    }
-
-    // The next patches, of a tile's windows, each from a pixel of its window on.
-    __device__ __forceinline__ void patch(const TensorMap& map, const Tile& tile, int channel, int y, int x, int bytes) {
+    // The next patches, of a tile's windows, each from a pixel of its window on; `first`: of the tile.
+    __device__ __forceinline__ void patch(const TensorMap& map, const Tile& tile, int channel, int y, int x, int bytes,
+                                          bool first = false) {
 #pragma unroll
         for (int j = 0; j < WINDOWS; ++j) {
             const Window window(p, tile.window + j);
             const u32 barrier = at.patch_filled(patches.index);
             barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
+            if (first) write_ticket(at.ticket(patches.index), tile.ticket());
             barrier_expect(barrier, bytes);
             load_box(at.patch(patches.index), map, barrier, channel, window.x + x, window.y + y, window.image);
+            patches.advance();
+        }
+    }
+
+    // Patches that tell that there is no other tile.
+    __device__ __forceinline__ void end() {
+#pragma unroll
+        for (int j = 0; j < WINDOWS; ++j) {
+            barrier_wait(at.patch_emptied(patches.index), patches.parity ^ 1);
+            write_ticket(at.ticket(patches.index), {-1, 0});
+            barrier_arrive(at.patch_filled(patches.index));
             patches.advance();
         }
     }
@@ -170,12 +171,11 @@ struct Filling {
 
     // All that a tile needs.
     __device__ __forceinline__ void tile(const Maps& maps, int number) {
+        if (number < 0) return end();
         const Tile tile(p, number);
-        announce(number < 0 ? Ticket{-1, 0} : tile.ticket());
-        if (number < 0) return;
         const int bytes = p.line * (WINDOW + (p.taps_h - 1) * abs(p.delta_h)) * 128;
         for (int channel = 0; channel < p.depth; channel += DEPTH) {
-            patch(maps.source, tile, channel, p.first_h, p.first_w, bytes);
+            patch(maps.source, tile, channel, p.first_h, p.first_w, bytes, channel == 0);
             taps(maps.filter, tile, channel);
         }
         if (p.added)

@@ -180,6 +180,6 @@ def plan_halo(
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "STEPS": steps_of(conv, backward, code)}
     defines |= {"STATISTICS": int(statistics), "MASKED": masked}
-    defines |= {"NORMALIZED": int(normalized), "RELU": int(relu), "TEAMS": int(os.environ.get("TEAMS", "8"))}
+    defines |= {"NORMALIZED": int(normalized), "RELU": int(relu), "TEAMS": int(os.environ.get("TEAMS", "1"))}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows, grid < tiles)

@@ -268,18 +268,18 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 
 // One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
-    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
     const Tile tile(p, number);
-    write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
     const Class& c = p.classes[tile.index];
+    const TensorMap& source = maps.source[tile.index];
+    const Pixel start(c, tile.row);
+    const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
+    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+    write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
     if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) {
         barrier_arrive(at.filled(ring.index));
         ring.advance();
         if (number < 0) return;
     }
-    const TensorMap& source = maps.source[tile.index];
-    const Pixel start(c, tile.row);
-    const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
         for (int a = 0; a < c.taps_h; ++a)
 #pragma unroll 1

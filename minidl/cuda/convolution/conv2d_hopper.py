@@ -209,7 +209,7 @@ def plan(
         defines |= {
             "SPACED": int(spaced),
             "DIVIDED": parts,
-            "TEAMS": int(os.environ.get("TEAMS", "8")),
+            "TEAMS": int(os.environ.get("TEAMS", "1")),
             "STEPS": steps_of(conv, backward, code),
         } | tile.defines
         tiles = int(problem["tiles"][0])
