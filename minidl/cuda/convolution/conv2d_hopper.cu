@@ -47,8 +47,7 @@
 // multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
-// tiles.
+// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
 // it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
@@ -275,11 +274,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
     const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
     barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
     write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
-    if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) {
-        barrier_arrive(at.filled(ring.index));
-        ring.advance();
-        if (number < 0) return;
-    }
+    if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) barrier_arrive(at.filled(ring.index)), ring.advance();
+    if (number < 0) return;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
         for (int a = 0; a < c.taps_h; ++a)
 #pragma unroll 1
