@@ -40,10 +40,11 @@ def test_counters_are_never_given_twice(monkeypatch):
             self.ptr = (1 + Chunk.made) << 20
             Chunk.made += 1
 
-    monkeypatch.setattr(tickets, "_zeros", Chunk)
-    monkeypatch.setattr(tickets, "_free", {})
-    found = {int(tickets._new(device)) for device in (0, 1) for _ in range(2 * tickets.CHUNK)}
-    assert len(found) == 4 * tickets.CHUNK and Chunk.made == 4, "and memory is made when it is needed"
+    for name, value in (("_zeros", Chunk), ("_chunks", {}), ("_taken", {}), ("CHUNK", 100)):
+        monkeypatch.setattr(tickets, name, value)
+    found = {int(tickets._new(device)) for device in (0, 1) for _ in range(200)}
+    assert len(found) == 400 and Chunk.made == 4, "and memory is made when it is needed"
+    assert [len(chunks) for chunks in tickets._chunks.values()] == [2, 2], "and kept"
 
 
 def _deal(tiles, share, group, at_once, rng):
@@ -126,9 +127,9 @@ def _counters():
 
     cupy.cuda.Device().synchronize()
     found = []
-    for address in tickets._of.values():
-        host = np.full(2, 7, np.uint32)
-        cupy.cuda.runtime.memcpy(host.ctypes.data, int(address), tickets.BYTES, cupy.cuda.runtime.memcpyDeviceToHost)
+    for chunk in tickets._chunks[cupy.cuda.runtime.getDevice()]:
+        host = np.full(tickets.CHUNK * tickets.BYTES, 7, np.uint8)
+        cupy.cuda.runtime.memcpy(host.ctypes.data, chunk.ptr, host.nbytes, cupy.cuda.runtime.memcpyDeviceToHost)
         found.append(host)
     return np.array(found)
 
@@ -164,11 +165,14 @@ def test_streams_and_graphs_beside_each_other_have_counters_of_their_own(passes)
     expected, rooms = passes.bits(passes.run()), [Room(), Room()]
     others = [cupy.cuda.Stream(non_blocking=True) for _ in rooms]
     cupy.cuda.Device().synchronize()
-    graphs, found = [], []
+    graphs, found, given = [], [], []
     for room in rooms:
         with room.entered():
             passes.run()  # kernels are loaded
+            before = tickets._taken[0]
             graphs.append(capture(passes.run, room.stream))
+            given.append(tickets._taken[0] - before)
+    assert given[0] == given[1] >= 4, "one for each launch"
     for _ in range(10):
         for room, other, (graph, arrays) in zip(rooms, others, graphs, strict=True):
             graph.launch(other)
@@ -177,12 +181,21 @@ def test_streams_and_graphs_beside_each_other_have_counters_of_their_own(passes)
             found.append(arrays)
     cupy.cuda.Device().synchronize()
     assert all(passes.bits(arrays) == expected for arrays in found)
-    for room in rooms:
-        own = [
-            int(address) for (_, stream, _), address in tickets._of.items() if stream == tickets._id(room.stream.ptr)
-        ]
-        assert len(set(own)) == 2, "the stream's, and its graph's"
     assert not _counters().any()
+
+
+def test_counters_are_made_while_a_stream_is_captured(hopper, rng, monkeypatch):
+    passes = Passes(hopper, rng, "3x3")
+    expected, room = passes.bits(passes.run()), Room()
+    with room.entered():
+        passes.run()  # kernels are loaded
+        for name in ("_chunks", "_taken"):
+            monkeypatch.setattr(tickets, name, {})
+        graph, arrays = capture(passes.run, room.stream)
+    assert len(_counters()) == 1
+    graph.launch(room.stream)
+    room.stream.synchronize()
+    assert passes.bits(arrays) == expected and not _counters().any()
 
 
 def test_streams_that_live_shortly_do_not_inherit_a_counter_in_use(passes):

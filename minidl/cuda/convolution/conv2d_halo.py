@@ -5,7 +5,6 @@ The kernel is in conv2d_halo.cu; conv2d_hopper.py says when it is taken.
 
 from __future__ import annotations
 
-import os
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
@@ -180,6 +179,6 @@ def plan_halo(
     defines = {"DTYPE": code, "BACKWARD": int(backward), "WINDOW": tile.window, "STAGES": stages}
     defines |= {"PATCHES": PATCHES, "STEPS": steps_of(conv, backward, code)}
     defines |= {"STATISTICS": int(statistics), "MASKED": masked}
-    defines |= {"NORMALIZED": int(normalized), "RELU": int(relu), "TEAMS": int(os.environ.get("TEAMS", "1"))}
+    defines |= {"NORMALIZED": int(normalized), "RELU": int(relu)}
     grid, shared = blocks(tiles, share, group), _shared(tile, (h, w), stages)
     return Planned("conv2d_halo", grid, tile.threads, views, problem, defines, shared, windows, grid < tiles)

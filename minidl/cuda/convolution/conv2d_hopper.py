@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -206,12 +205,7 @@ def plan(
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
-        defines |= {
-            "SPACED": int(spaced),
-            "DIVIDED": parts,
-            "TEAMS": int(os.environ.get("TEAMS", "1")),
-            "STEPS": steps_of(conv, backward, code),
-        } | tile.defines
+        defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
         grid = blocks(tiles, share, group)

@@ -33,76 +33,31 @@ DEVICE Ticket read_ticket(u32 from) {
     return {int(__reduce_or_sync(0xffffffffu, ticket.first)), int(__reduce_or_sync(0xffffffffu, ticket.second))};
 }
 
-#ifndef TEAMS
-#define TEAMS 8
-#endif
-
-DEVICE int add_to(u32* counter) {
-    int before;
-    asm volatile("atom.global.relaxed.gpu.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-    return before;
+DEVICE int take_number(u32* counter) {
+    int number;
+    asm volatile("atom.global.relaxed.gpu.add.u32 %0, [%1], 1;" : "=r"(number) : "l"(counter) : "memory");
+    return number;
 }
 
-// What a block knows of the tiles that are left.
-struct Dealer {
-    u32* counter;
-    int tiles, group;
-    int team;      // whose tiles it takes
-    int all, own;  // of this turn, the numbers among all tiles and among those of the team
-
-    __device__ __forceinline__ Dealer(u32* counter, int tiles, int group)
-        : counter(counter), tiles(tiles), group(group), team(blockIdx.x % group * TEAMS / group), own(-1) {}
-
-    // Begins to take a tile.
-#if TEAMS == 0
-    __device__ __forceinline__ void ask() { ++own; }
-    __device__ __forceinline__ int take() { return own * group + blockIdx.x; }
-#else
-    __device__ __forceinline__ void ask() { all = add_to(counter), own = add_to(counter + 2 + team); }
-
-    // The team's tile of a number; not less than `tiles` if there is none.
-    __device__ __forceinline__ int tile_of(int number) const {
-        const int first = ceil_div(team * group, TEAMS), size = ceil_div((team + 1) * group, TEAMS) - first;
-        const int round = number / size;
-        return round * group + first + number - round * size;
-    }
-
-    // The tile that was asked for: of another team where the own has none left.
-    __device__ __forceinline__ int take() {
-        int tile = tile_of(own);
-        for (int i = 1; i < TEAMS && tile >= tiles && all < tiles; ++i) {
-            team = team + 1 < TEAMS ? team + 1 : 0;
-            tile = tile_of(add_to(counter + 2 + team));
-        }
-        return tile;
-    }
-
-#endif
-    // The last block puts the counters back.
-    __device__ __forceinline__ void leave() const {
-        u32 left;
-        asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;"
-                     : "=r"(left)
-                     : "l"(counter + 1), "r"(gridDim.x - 1)
-                     : "memory");
-        if (left != gridDim.x - 1) return;
-        counter[0] = 0;
-        for (int i = 0; i < TEAMS; ++i) counter[2 + i] = 0;
-    }
-};
+// The last block puts the counter back.
+DEVICE void leave(u32* counter) {
+    u32 left;
+    asm volatile("atom.global.acq_rel.gpu.inc.u32 %0, [%1], %2;"
+                 : "=r"(left)
+                 : "l"(counter + 1), "r"(gridDim.x - 1)
+                 : "memory");
+    if (left == gridDim.x - 1) counter[0] = 0;
+}
 
 // One thread of a block: fill(tile) for each that it takes, and fill(-1).
 template <class F>
 DEVICE void deal(u32* counter, int tiles, int share, int group, F fill) {
-    Dealer dealer(counter, tiles, group);
-    int rest = !counter ? 1 : blockIdx.x + group < gridDim.x ? share : tiles, tile = blockIdx.x;
-    if (counter) dealer.ask(), tile = dealer.take();
-    for (int now = 0; now >= 0;) {
-        now = tile < tiles ? tile : -1;
-        const bool more = now >= 0 && --rest > 0;
-        if (more) dealer.ask();
-        fill(now);
-        tile = more ? dealer.take() : tiles;
+    int rest = !counter ? 1 : blockIdx.x + group < gridDim.x ? share : tiles;
+    int next = counter ? take_number(counter) : blockIdx.x;
+    for (int tile = 0; tile >= 0;) {
+        tile = next < tiles ? next : -1;
+        if (tile >= 0) next = --rest > 0 ? take_number(counter) : tiles;
+        fill(tile);
     }
-    if (counter) dealer.leave();
+    if (counter) leave(counter);
 }
