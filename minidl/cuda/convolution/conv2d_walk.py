@@ -115,7 +115,7 @@ def walks_of(conv: Convolution, backward: bool) -> list[tuple[Walk, Walk]]:
 
 
 def blocks(tiles: int, share: int, group: int) -> int:
-    """Blocks of a launch: whole groups whose blocks work on ``share`` tiles in turn, and what the last one needs."""
+    """Blocks of a launch: whole groups whose blocks leave after ``share`` tiles each, and what the last one needs."""
     whole, rest = divmod(tiles, share * group)
     return whole * group + min(rest, group)
 
