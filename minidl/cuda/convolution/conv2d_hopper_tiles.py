@@ -187,7 +187,7 @@ def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, 
     for launch in (walks[i : i + CLASSES] for i in range(0, len(walks), CLASSES)):
         stages = np.array([h.taps * w.taps * chunks for h, w in launch])
         left = np.array([ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch])
-        # While all blocks keep pace they take tiles so: rounds of all through the classes that have taps, then what is left.
+        # Taken so while blocks keep pace: rounds of all through the classes that have taps, then what is left.
         reached = stages > 0
         cycles = int(left[reached].min()) // group if reached.any() else 0
         left -= cycles * group * reached
