@@ -23,12 +23,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.memory_policies import cheap, geeps, static, vdnn
 from minidl import models
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import fuse_graph
 from minidl.memory import Infeasible, Joint, Plan, Problem, best, check, pin, problem, record, timeline, widen
 from minidl.memory.gaps import LEAST
-from minidl.memory.policies import cheap, geeps, static, vdnn
 from minidl.memory.times import CEILINGS, SHARE, link_of, modelled
 from minidl.precision import precision
 from minidl.profile.results import result, write

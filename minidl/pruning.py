@@ -173,8 +173,7 @@ def _show(optimizer: Any) -> None:
 def _graph(trainer: Trainer, a: argparse.Namespace) -> Graph:
     """The network once more, without a model."""
     old = trainer.model.graph
-    options = {"sync_batch_norm": True} if a.sync_batch_norm else {}
-    return models.build(a.model, old.nodes[0].shape, old.output_node.shape[-1], **options)
+    return models.build(a.model, old.nodes[0].shape, old.output_node.shape[-1], **training.model_options(a))
 
 
 def _model(trainer: Trainer, graph: Graph) -> Model:

@@ -32,7 +32,7 @@ from minidl.precision import Precision, precision
 from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
-__all__ = ["Training", "add_arguments", "run", "status", "train", "trained"]
+__all__ = ["Training", "add_arguments", "model_options", "run", "status", "train", "trained"]
 
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
@@ -269,7 +269,7 @@ def _prepared(
     choosing = a.fusion is None and a.memory_limit is not None and device == "cuda"
     a.fusion = a.fusion or ("auto" if device == "cuda" else "none")
     mode = precision(a.precision)
-    shape, options = tuple(train_set[0][0].shape), _model_options(a)
+    shape, options = tuple(train_set[0][0].shape), model_options(a)
     network = partial(models.build, a.model, shape, train_set.num_classes, **options)
     if device == "cuda" and not choosing:
         _compile_ahead(a, network(), comm)
@@ -332,7 +332,7 @@ def _limited(
     return limit_memory(model, part, a.memory_limit, **options)
 
 
-def _model_options(a: argparse.Namespace) -> dict[str, Any]:
+def model_options(a: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the network from ``width=16 depth=3``."""
     options: dict[str, Any] = {"sync_batch_norm": True} if a.sync_batch_norm else {}
     for word in (a.model_options or "").split():

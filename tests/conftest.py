@@ -36,6 +36,19 @@ def pytest_runtest_setup(item):
 
 
 @pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Without a GPU, of the half of all tests that need one the first of each file says so for the others."""
+    if _NO_CUDA is None:
+        return
+    first = {}
+    left_out = {
+        item for item in items if item.get_closest_marker("gpu") and first.setdefault(item.path, item) is not item
+    }
+    items[:] = [item for item in items if item not in left_out]
+    config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_configure(config):
     if not hasattr(config, "workerinput"):  # of pytest-xdist the controller alone
         config.pluginmanager.register(_Failures(config))

@@ -54,6 +54,24 @@ def measured(group_bytes):
     return step, network_rows(table)
 
 
+def test_a_ranks_samples_and_noise_are_its_own():
+    """Dropout goes by global sample: those of a rank begin behind the batches of the ranks before."""
+    steps, begun, expected = [], [], []
+    for rank in (0, 1):
+        comm = Two()
+        comm.rank = rank
+        steps.append(TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=5, device="cpu", comm=comm))
+        steps[-1].eager = lambda x, labels, first: begun.append((x, labels, first))
+        steps[-1]()
+        steps[-1].model.expect = expected.append
+        steps[-1].resize(7)
+        steps[-1]()
+    (x, labels, _), (more, _, _), (other, other_labels, _), _ = begun
+    assert [first for *_, first in begun] == [0, 0, 5, 7] and expected == [7, 7], "messages are cut for the batch"
+    assert len(x) == 5 and len(more) == 7
+    assert (x != other).any() and (labels != other_labels).any()
+
+
 @pytest.fixture(scope="module")
 def two_ranks():
     return measured(1 << 20)

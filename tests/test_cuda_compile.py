@@ -30,14 +30,8 @@ from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
-# The device whose launches are taken, and the architecture that they are compiled for.
-ARCHITECTURES = [
-    pytest.param("A100", "sm_80", id="sm_80"),
-    pytest.param("RTX 3090", "sm_86", id="sm_86", marks=pytest.mark.slow),
-    # The assembler makes the same of both, as the law of it below says: what is compiled already need not be again.
-    pytest.param("L40", "sm_86", id="sm_89", marks=pytest.mark.slow),
-    pytest.param("H200", "sm_90a", id="sm_90"),
-]
+# The devices whose launches are taken, and the architectures that they are compiled for.
+ARCHITECTURES = [pytest.param("A100", "sm_80", id="sm_80"), pytest.param("H200", "sm_90a", id="sm_90")]
 
 # (stem, kernel) -> why its spills are accepted. Empty is the aim.
 ACCEPTED_SPILLS: dict[tuple[str, str], str] = {}
@@ -106,6 +100,8 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
 def call_conv2d() -> None:
     for dtype, tf32 in ((float32, False), (float32, True), (bfloat16, False), (float16, False)):
         for shape, *rest in CONVOLUTIONS:
+            if dtype == float16 and rest[-1] == 1:  # takes what bfloat16 takes; what lies below has it, too
+                continue
             _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
             with family("generic"):
                 _convolve(ops.empty(shape, dtype), *rest, tf32=tf32)
@@ -295,9 +291,21 @@ def _hasty(stem, name, opcodes) -> str | None:
     return None
 
 
-def _compiled(log, arch):
-    """What compiling each variant of a dry run told."""
-    return dict(zip(log.variants, nvrtc.compile_all(log.variants, arch, PROCESSES), strict=True))
+def _compiled(variants, arch):
+    """What compiling each variant told."""
+    return dict(zip(variants, nvrtc.compile_all(variants, arch, PROCESSES), strict=True))
+
+
+def _kernel(compiled, launch):
+    return next(k for k in compiled[launch.stem, launch.defines].kernels if k.name == launch.name)
+
+
+def _all_problems(launches, compiled, device) -> set[str]:
+    problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
+    for launch in launches:
+        for problem in _problems(launch, _kernel(compiled, launch), device):
+            problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
+    return problems
 
 
 @pytest.mark.parametrize("stem", CALLS)
@@ -307,12 +315,8 @@ def test_every_variant_compiles_and_fits(stem, name, arch):
     device = BUILT_IN[name]
     with dry_run(device) as log:
         CALLS[stem]()
-    compiled = _compiled(log, arch)
-    problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
-    for launch in log.launches:
-        kernels = {kernel.name: kernel for kernel in compiled[launch.stem, launch.defines].kernels}
-        for problem in _problems(launch, kernels[launch.name], device):
-            problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
+    compiled = _compiled(log.variants, arch)
+    problems = _all_problems(log.launches, compiled, device)
     if arch == nvrtc.target((9, 0)):
         for (file, defines), report in compiled.items():
             for kernel, opcodes in machine_code.kernels(report.image):
@@ -364,23 +368,44 @@ def test_every_kernel_is_launched_by_a_call():
 
 @pytest.mark.parametrize("stem", CALLS)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
-def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
-    """Of the largest kernels that each file has, by their registers."""
-    with dry_run(BUILT_IN["L40"]) as log:
+def test_what_takes_most_registers_fits_sm_86_and_sm_89_too(stem):
+    """Of each kernel and block size the variants that take the most on sm_80, and what is launched on these alone: of
+    all others the assembler wants a few registers more or less here than there, and none comes near its limit.
+    """
+    with dry_run(BUILT_IN["A100"]) as log:
         CALLS[stem]()
-    compiled = _compiled(log, "sm_86")
-    registers = {variant: max(kernel.registers for kernel in each.kernels) for variant, each in compiled.items()}
-    largest = {variant[0]: variant for variant in sorted(registers, key=registers.get)}
-    for stem, defines in largest.values():
-        assert nvrtc.build(stem, "sm_89", dict(defines)).kernels == compiled[stem, defines].kernels
+    known = set(log.variants)
+    for name in ("RTX 3090", "L40"):
+        with dry_run(BUILT_IN[name]) as log:
+            CALLS[stem]()
+        most, wanted = {}, []
+        compiled = _compiled([variant for variant in log.variants if variant in known], "sm_80")
+        for launch in log.launches:
+            if (variant := (launch.stem, launch.defines)) in known:
+                kernel = _kernel(compiled, launch)
+                most.setdefault((launch.stem, launch.name, launch.block), []).append((kernel.registers, variant))
+            else:
+                wanted.append(variant)
+        for found in most.values():
+            wanted += (variant for registers, variant in found if registers == max(r for r, _ in found))
+        compiled = _compiled(dict.fromkeys(wanted), "sm_86")
+        launches = [launch for launch in log.launches if (launch.stem, launch.defines) in compiled]
+        problems = _all_problems(launches, compiled, BUILT_IN[name])
+        assert not problems, "\n".join(sorted(problems))
+        # The assembler makes the same of sm_89, which need not be compiled whole.
+        largest = {v[0]: v for v in sorted(compiled, key=lambda v: max(k.registers for k in compiled[v].kernels))}
+        for file, defines in largest.values():
+            assert nvrtc.build(file, "sm_89", dict(defines)).kernels == compiled[file, defines].kernels
 
 
 @pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, *HALO_TILES), ids=str)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
-    """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""
+    """Whichever tile sizes or a tuner choose: with and without strides, both directions, TF32 and bfloat16; float16 is
+    another word in the instructions, and takes the same registers and shared memory.
+    """
     device, variants = BUILT_IN["H200"], set()
-    for code, backward, (kernel, stride) in itertools.product((0, 1, 2), (False, True), ((1, 1), (3, 1), (3, 2))):
+    for code, backward, (kernel, stride) in itertools.product((0, 1), (False, True), ((1, 1), (3, 1), (3, 2))):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
@@ -402,7 +427,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         for launch in launches:
             variants.add((launch.stem, tuple(launch.defines.items())))
             assert launch.shared <= device.shared_per_block and launch.block == tile.threads
-    assert len(variants) >= 4
+    assert len(variants) >= 2
     for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch), PROCESSES):
         (kernel,) = report.kernels
         assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log

@@ -53,3 +53,18 @@ def test_wrong_sums_are_noticed_before_any_gradient_is_added(wrong, cpu_ops, mon
             cuda_mpi._try_out(SOLO, cpu_ops)
     else:
         cuda_mpi._try_out(SOLO, cpu_ops)
+
+
+@pytest.mark.parametrize("lost", [None, 0, 1])
+def test_every_ranks_numbers_are_in_the_sums_that_are_tried(lost, cpu_ops):
+    """Here the last of three ranks, the other two played: each adds its own rank to the numbers."""
+
+    def all_reduce(array):
+        array += sum(array - 2 + rank for rank in (0, 1) if rank != lost)
+
+    comm = SimpleNamespace(rank=2, size=3, all_reduce=all_reduce)
+    if lost is None:
+        cuda_mpi._try_out(comm, cpu_ops)
+    else:
+        with pytest.raises(RuntimeError, match="sums are wrong"):
+            cuda_mpi._try_out(comm, cpu_ops)

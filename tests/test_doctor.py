@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,6 +66,41 @@ def test_wrong_sums_are_noticed(wrong, monkeypatch):
     monkeypatch.setattr(type(SOLO), wrong, spoilt)
     assert doctor.sums_are_right(SOLO, "cpu", (1,))
     assert not doctor.sums_are_right(SOLO, "cpu", (1, 1000))
+
+
+def doctor_on(monkeypatch, launched, rank, problems, *options):
+    """Its status on one of so many ranks, where so much is wrong with the hosts."""
+    comm = SimpleNamespace(rank=rank, size=launched, name="played", barrier=lambda: None)
+    monkeypatch.setattr(doctor.dist, "launched_size", lambda: launched)
+    monkeypatch.setattr(doctor, "join", lambda device: comm)
+    monkeypatch.setattr(doctor, "_show_facts", lambda: print("facts"))
+    for part, told in (("_ranks", []), ("_hosts", problems), ("_sums", [])):
+        monkeypatch.setattr(doctor, part, lambda *_, told=told: told)
+    monkeypatch.setattr(doctor, "sweep", lambda *_: {"engine": "played"})
+    monkeypatch.setattr(doctor, "_show_sweep", lambda found: print("swept", found["engine"]))
+    parser = argparse.ArgumentParser()
+    doctor.add_arguments(parser)
+    return doctor.run(parser.parse_args(["--device", "cpu", *options]))
+
+
+@pytest.mark.parametrize("problems", [[], ["a clock"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_speaks_and_all_end_with_the_same_status(rank, problems, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "links.json"
+    assert doctor_on(monkeypatch, 2, rank, problems, "--json", str(path)) == len(problems)
+    verdict = [f"-- {text}" for text in problems] or ["all is well between the ranks"]
+    assert capsys.readouterr().out.splitlines() == (["facts", *verdict, "swept played"] if rank == 0 else [])
+    assert path.exists() == (rank == 0)
+    if rank == 0:
+        assert load(path)["ceilings"] == {"all_reduce": {"engine": "played"}}
+
+
+def test_on_one_rank_it_shows_the_machine_and_has_nothing_to_keep(capsys, monkeypatch):
+    assert doctor_on(monkeypatch, 1, 0, ["never asked"]) == 0
+    assert capsys.readouterr().out == "facts\n"
+    with pytest.raises(ValueError, match="--json must be left out on one rank"):
+        doctor_on(monkeypatch, 1, 0, [], "--json", "links.json")
+    assert not capsys.readouterr().out
 
 
 @pytest.mark.mpi

@@ -130,6 +130,33 @@ def test_an_empty_batch_gives_an_empty_answer(case, ops):
             assert not ops.to_host(gradient).any()
 
 
+def trained(ops, make, shape, frozen):
+    """Gradients of the parameters and of the input, of a layer some of whose parameters are frozen."""
+    graph = m.Graph()
+    layer = make()
+    layer.name = "layer"
+    graph.output(layer(graph.input(shape[1:])))
+    model = m.Model(graph, device=ops.name, seed=2, frozen=frozen, input_grad=True)
+    rng = np.random.default_rng(3)
+    y = model.forward(ops.from_host(images(rng, *shape)))
+    dx = model.backward(ops.from_host(rng.standard_normal(y.shape).astype(np.float32)))
+    gradients = layer.params.gradients()
+    return {name: ops.to_host(array) for name, array in (gradients | {"dx": dx}).items()}
+
+
+@pytest.mark.parametrize(
+    "case", [c for c, (make, shapes) in SMOOTH.items() if len(make().specs) > 1 and not shapes[1:]]
+)
+def test_a_frozen_parameter_leaves_the_gradients_of_others_alone(case, ops):
+    make, [shape] = SMOOTH[case]
+    whole = trained(ops, make, shape, ())
+    for one in [spec.name for spec in make().specs]:
+        found = trained(ops, make, shape, [f"layer.{one}"])
+        assert found.keys() == whole.keys() - {one}
+        for name, array in found.items():
+            np.testing.assert_array_equal(array, whole[name], err_msg=name)
+
+
 def test_sixteen_bit_layers_stay_near_their_float32_selves(ops, rng):
     from minidl.precision import bfloat16, float16
 

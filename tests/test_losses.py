@@ -41,6 +41,54 @@ LOSSES = {
 }
 
 
+def of_pixels(loss, a=0.0, b=0.0):
+    """The mean of a pointwise loss by its definition."""
+    return lambda x, t: reference.pointwise(x, t, loss, a, b) / x.size
+
+
+def of_rows(totals):
+    return totals[0] / totals[1]
+
+
+# a loss, whether it takes labels, and its definition in float64
+DEFINED = {
+    "plain": (
+        m.SoftmaxCrossEntropy(), True,
+        lambda x, t: of_rows(reference.smoothed_cross_entropy(x, t, None, 0, -100)),
+    ),
+    "smoothed": (
+        m.SoftmaxCrossEntropy(label_smoothing=0.2), True,
+        lambda x, t: of_rows(reference.smoothed_cross_entropy(x, t, None, 0.2, -100)),
+    ),
+    "ignoring": (
+        m.SoftmaxCrossEntropy(weight=[1, 2, 0.5], ignore_index=1), True,
+        lambda x, t: of_rows(reference.smoothed_cross_entropy(x, t, [1, 2, 0.5], 0, 1)),
+    ),
+    "soft": (
+        m.SoftmaxCrossEntropy(label_smoothing=0.1), False,
+        lambda x, t: of_rows(reference.soft_cross_entropy(x, t, None, 0.1)),
+    ),
+    "dice": (m.DiceLoss(), True, lambda x, t: reference.dice(x, t, 1.0, -100)),
+    "dice-ignoring": (m.DiceLoss(smooth=0.25, ignore_index=2), True, lambda x, t: reference.dice(x, t, 0.25, 2)),
+    "bce": (m.BCEWithLogitsLoss(2.0), False, of_pixels("bce_with_logits", 2.0)),
+    "mse": (m.MSELoss(), False, of_pixels("mse")),
+    "focal": (m.FocalLoss(), False, of_pixels("focal", 0.25, 2.0)),
+    "focal-plain": (m.FocalLoss(alpha=1.0, gamma=0.0), False, of_pixels("focal", 1.0, 0.0)),
+    "focal-of-one": (m.FocalLoss(alpha=0.0, gamma=1.0), False, of_pixels("focal", 0.0, 1.0)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_what_is_read_is_the_definition(name, ops, rng):
+    loss, labelled, defined = DEFINED[name]
+    logits, labels = drawn(rng, ops, (4, 5), 3)
+    target = labels if labelled else rng.uniform(0, 1, logits.shape).astype(f32)
+    totals = loss.forward(ops.from_host(logits), ops.from_host(target))
+    assert totals.loss == pytest.approx(defined(logits, target), rel=2e-6)
+    if not isinstance(loss, m.SoftmaxCrossEntropy):
+        assert totals.read()[2:] == (0, 0), "it tells right answers from wrong ones"
+
+
 class Shard:
     """One of two ranks whose totals are known: adds the other's."""
 
@@ -146,6 +194,26 @@ def test_doors_say_what_does_not_fit():
         _ = m.SoftmaxCrossEntropy(label_smoothing=0.1).forward(x, np.array([0, 7])).loss
     with pytest.raises(RuntimeError, match="without a forward pass"):
         m.MSELoss().backward()
+    for logits in (np.zeros(3, f32), np.zeros((3, 0), f32)):
+        with pytest.raises(ValueError, match=r"\(N, K\) or \(N, H, W, K\) with at least one class"):
+            m.SoftmaxCrossEntropy().forward(logits, np.zeros(3, np.int64))
+    of_pixels, of_classes = np.zeros((2, 3, 3), np.int64), np.zeros((2, 3), np.int64)
+    for labels, remedy in (
+        (of_pixels, "such as unet"),
+        (of_classes, "argmax"),
+        (np.zeros(5, np.int64), "got \\(5,\\)$"),
+    ):
+        with pytest.raises(ValueError, match=rf"labels must have shape \(2,\) .*{remedy}"):
+            m.SoftmaxCrossEntropy().forward(x, labels)
+
+
+@pytest.mark.parametrize("scale", [np.ones(2, f32), np.ones((), f32), np.ones(1), 2.0])
+def test_a_scale_that_is_none_is_refused_and_the_pass_can_be_taken_again(scale):
+    loss = m.MSELoss()
+    loss.forward(np.ones((2, 3), f32), np.zeros((2, 3), f32))
+    with pytest.raises(TypeError, match=r"scale must be a float32 cpu array \(1,\).*optimizer.loss_scale"):
+        loss.backward(scale)
+    np.testing.assert_allclose(loss.backward(np.full(1, 3.0, f32)), np.full((2, 3), 1.0, f32))
 
 
 # -- metrics ----------------------------------------------------------------------------------------------------------

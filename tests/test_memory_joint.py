@@ -7,12 +7,12 @@ import itertools
 import numpy as np
 import pytest
 
+from benchmarks.memory_policies import cheap, geeps, static, vdnn
 from minidl import models
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import fuse_graph
 from minidl.memory import Infeasible, Joint, Link, best, check, pin, problem, record
 from minidl.memory.joint import KEEP, LARGEST_GROUP, OFFLOAD, PAIRED_GROUP, REBUILD
-from minidl.memory.policies import cheap, geeps, static, vdnn
 from minidl.memory.rebuild import recipes
 from minidl.memory.times import CEILINGS, link_of, measured, modelled
 from minidl.precision import precision

@@ -187,6 +187,25 @@ def test_wider_windows_and_faster_links_never_cost_time(rng):
     assert faster
 
 
+def test_no_window_could_be_a_step_wider(rng):
+    """A copy begins behind the start of its own absence, or behind a step that has no room for its tensor."""
+    stopped = 0
+    for trace, plan in _plans(rng, 30)[::2]:
+        before = {d.tensor: d for d in plan.chosen("offload")}
+        wide = widen(trace, plan)
+        device = check(trace, wide).device
+        for d in wide.chosen("offload"):
+            size, old = trace.tensors[d.tensor].bytes, before[d.tensor]
+            assert (d.leave, d.back) == (old.leave, old.back) and d.fetch <= old.fetch and d.gone >= old.gone
+            if d.fetch > old.gone + 1:
+                assert device[d.fetch - 1] + size > plan.capacity
+                stopped += 1
+            if d.gone < d.fetch - 1:
+                assert device[d.gone] + size > plan.capacity
+                stopped += 1
+    assert stopped > 10
+
+
 def test_nothing_moved_takes_no_longer():
     trace = real_trace("resnet20", 32, 4)
     p = problem(trace, least=4096)

@@ -102,6 +102,14 @@ def test_filters_and_layers_leave_a_smaller_network(tmp_path, capsys, granularit
     assert float(last["test_accuracy"]) == pytest.approx(facts["test_accuracy"])
 
 
+def test_a_network_of_other_widths_is_shrunk_as_it_was_trained(tmp_path):
+    options = ["--granularity", "filter", "--sparsity", "0.5", "--model", "unet", "--model-options", "width=8 depth=2"]
+    assert cli.main(["prune", *SMALL, *options, "--sync-batch-norm", "--epochs", "1", "--output", str(tmp_path)]) == 0
+    state, _ = checkpoint.load(tmp_path / "shrunk.safetensors")
+    whole, small = (models.unet(4, (8, 8, 3), width=8, depth=2) for _ in range(2))
+    assert m.Model(resized(small, state)).num_parameters < 0.6 * m.Model(whole).num_parameters
+
+
 @pytest.mark.parametrize(
     "granularity,columns,rows", [("kernel", 5, 20), ("filter", 5, 11), ("layer", 1, 9), ("2:4", 1, 20)]
 )

@@ -26,16 +26,9 @@ def parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def test_every_name_of_the_table_exists():
-    missing = [name for name in cpu.__all__ if not hasattr(cpu, name)]
-    assert not missing and len(set(cpu.__all__)) == len(cpu.__all__)
-    assert len(FUNCTIONS) == len(cpu.__all__) - 2  # all but Array and name
-    assert cpu.name == "cpu"
-
-
-def test_the_tables_list_the_same_names_in_the_same_order(cuda):
-    assert [name for name in cuda.__all__ if name in cpu.__all__] == cpu.__all__
-    assert cuda.name == "cuda"
+def test_the_tables_have_the_same_names(cuda):
+    assert set(FUNCTIONS) | {"Array", "name"} == set(cpu.__all__) == set(cuda.__all__)
+    assert (cpu.name, cuda.name) == ("cpu", "cuda") and len(FUNCTIONS) > 100
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -248,7 +248,14 @@ def test_the_command_makes_the_content_of_a_result_file(home):
 
     results.write(home / "out.json", torch_peer.bench_command(given()))
     content = results.load(home / "out.json")
-    assert content["benchmark"] == "layers" and content["setup"]["model"] == "peer_command_nets:build"
+    assert content["benchmark"] == "layers"
+    assert content["setup"] == {
+        "model": "peer_command_nets:build", "batch": 2, "precision": "fp32", "device": "cpu", "ranks": 1,
+        "image_size": 8, "classes": None, "torch": torch.__version__,
+    }  # fmt: skip
+    whole = content["rows"][-1]["timings"]
+    assert content["step"]["eager"] == whole["step"] and content["step"]["graph"] == whole["graph_step"]
+    assert content["step"]["exposed_ms"] == 0.0 and content["step"]["compute_only"] is None
     assert content["step"]["images_per_s"] == pytest.approx(2e3 / content["rows"][-1]["ms"])
     assert [row["type"] for row in content["rows"][:-2]] == ["Conv2d"] * 2 + ["ReLU"] * 2 + ["SiLU"] * 2
     assert content["rows"][0]["case"] == "torch build/8x8/b2" and content["rows"][0]["roof_share"] > 0

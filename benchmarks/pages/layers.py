@@ -22,13 +22,8 @@ __all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures
 NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
 PAGE = "docs/layers/{}.md"
 _PAUSE = timedelta(hours=3)  # between two campaigns of measuring
-_OF_A_FILE = ("roofline", "bars", "communication", "memory")
-_WORDS = {
-    "roofline": "roofline",
-    "bars": "time by layer",
-    "communication": "communication roofline",
-    "memory": "memory over a step",
-}
+_ON_ONE_RANK = {"roofline": "roofline", "bars": "time by layer", "memory": "memory over a step"}
+_ON_SEVERAL = {"communication": "communication roofline"}  # what each rank computes is that of one
 
 
 @cache
@@ -190,8 +185,11 @@ def _over_batches(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
 
 
 def _over_ranks(found: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
+    """Of each network, dtype and machine at the least batch that several ranks measured: there messages show most."""
+    least = set()
     for (machine, model, dtype, batch), members in _groups(found, "ranks"):
-        if len(members) > 1:
+        if len(members) > 1 and (machine, model, dtype) not in least:
+            least.add((machine, model, dtype))
             yield f"Over ranks: {model}, batch {batch} on each, {dtype}, {machine}", members
 
 
@@ -303,7 +301,7 @@ def _of_the_network(alone: Sequence[Run], over: Sequence[Sequence[Run]]) -> Iter
         if own:
             yield f"{start}-share", f"Share of the step by type of layer, {way}", lambda r=own: plots.share(r)
         for what, groups in (("batches", _over_batches(own)), ("ranks", _over_ranks(ranks))):
-            members = next((members for _, members in groups), None)  # ranks: at the least batch they show most
+            members = next((members for _, members in groups), None)
             if members is not None:
                 text = f"Share and intensity of each layer over {what}, {way}"
                 yield f"{start}-over-{what}", text, lambda r=members: plots.layers(r)
@@ -327,9 +325,7 @@ def _single(results: Path, network: str) -> list[Run]:
 def _of_the_files(results: Path, network: str) -> Iterator[Picture]:
     """What each file of one network allows by itself; of the same measurement twice the newest."""
     for run in _single(results, network):
-        for kind in _OF_A_FILE:
-            if kind == ("memory" if run.ranks > 1 else "communication"):
-                continue
-            fusion = "" if run.fusion == "none" else f"-{run.fusion}"
+        fusion = "" if run.fusion == "none" else f"-{run.fusion}"
+        for kind, words in (_ON_SEVERAL if run.ranks > 1 else _ON_ONE_RANK).items():
             name = f"{network}-{run.dtype}{fusion}-b{run.rank_batch}-{run.ranks}ranks-{kind}"
-            yield name, f"{run.name}: {_WORDS[kind]}", lambda k=kind, r=run: getattr(plots, k)(r)
+            yield name, f"{run.name}: {words}", lambda k=kind, r=run: getattr(plots, k)(r)

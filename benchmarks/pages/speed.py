@@ -192,32 +192,11 @@ def learning() -> str:
     return table(head, rows)
 
 
-def chains() -> str:
-    """What a kernel costs in a chain of dependent ones, where it begins behind the last and where it overlaps it."""
-    found: dict[tuple[str, str], dict[str, Row]] = {}
-    for machine, row in _newest("bench_overlap", "arm"):
-        found.setdefault((row["case"], machine), {})[row["arm"]] = row
-    rows = []
-    for (case, machine), arms in found.items():
-        times = arms["serial"]["ms"], arms["overlapping"]["ms"], arms["overlapping"]["peers"]["torch-graph"]
-        rows.append([case, machine, arms["serial"]["dtype"], *(f"{1e3 * ms:.2f}" for ms in times)])
-    head = [
-        "chain of 200, an operation",
-        "machine",
-        "dtype",
-        "serial, us",
-        "overlapping, us",
-        "PyTorch as a CUDA graph, us",
-    ]
-    return table(head, rows, words=range(3))
-
-
 TABLES = {
     "bench_train": training,
     "bench_conv": convolutions,
     "bench_ops": operations,
     "bench_learning": learning,
-    "bench_overlap": chains,
 }
 
 

@@ -6,8 +6,10 @@ does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
 
 from __future__ import annotations
 
+from types import FunctionType
 from typing import Any
 
+from minidl.cuda import array, device
 from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
 from minidl.cuda.adaptive import (
     adam_advance,
@@ -22,7 +24,6 @@ from minidl.cuda.adaptive import (
     segment_norms,
 )
 from minidl.cuda.array import (
-    array_type,
     assign,
     cast,
     contiguous,
@@ -42,7 +43,6 @@ from minidl.cuda.convolution.conv2d import (
     conv2d_backward_weight,
     conv2d_stats,
 )
-from minidl.cuda.device import current_device
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat, gate_backward, gate_gradient, mul
@@ -107,113 +107,8 @@ from minidl.cuda.upsample2d import upsample2d, upsample2d_backward
 
 name = "cuda"
 
-__all__ = [
-    "Array",
-    "name",
-    "empty",
-    "zeros",
-    "from_host",
-    "to_host",
-    "contiguous",
-    "cast",
-    "copy_into",
-    "assign",
-    "synchronize",
-    "from_dlpack",
-    "uploader",
-    "normalise",
-    "conv2d",
-    "conv2d_adds_spaced",
-    "conv2d_backward_data",
-    "conv2d_backward_data_masked",
-    "conv2d_backward_weight",
-    "conv2d_stats",
-    "channel_sum",
-    "batch_norm_stats",
-    "batch_norm_finalize",
-    "batch_norm_apply",
-    "batch_norm_activate",
-    "batch_norm_backward_stats",
-    "batch_norm_backward_sums",
-    "batch_norm_backward_apply",
-    "batch_norm_backward_apply_stats",
-    "batch_norm_activate_backward_stats",
-    "batch_norm_activate_backward_apply",
-    "batch_norm_join",
-    "batch_norm_join_backward_stats",
-    "batch_norm_eval_moments",
-    "batch_norm_concat",
-    "batch_norm_merge",
-    "batch_norm_means",
-    "batch_norm_gate",
-    "batch_norm_gate_gradient",
-    "batch_norm_gate_backward_stats",
-    "batch_norm_gate_backward_apply",
-    "group_norm_stats",
-    "group_norm_apply",
-    "group_norm_backward_stats",
-    "group_norm_backward_apply",
-    "layer_norm",
-    "layer_norm_backward_weight",
-    "layer_norm_backward_data",
-    "activate",
-    "activate_backward",
-    "relu",
-    "relu_backward",
-    "soft_cross_entropy",
-    "soft_cross_entropy_backward",
-    "softmax",
-    "softmax_backward",
-    "add",
-    "mul",
-    "gate_backward",
-    "gate_gradient",
-    "concat",
-    "max_pool2d",
-    "max_pool2d_backward",
-    "batch_norm_max_pool2d",
-    "batch_norm_max_pool2d_backward",
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool2d_backward",
-    "pad2d",
-    "upsample2d",
-    "upsample2d_backward",
-    "dropout",
-    "count_labels",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-    "smoothed_cross_entropy",
-    "smoothed_cross_entropy_backward",
-    "pointwise_loss",
-    "pointwise_loss_backward",
-    "dice_sums",
-    "dice_backward",
-    "confusion_counts",
-    "csb_matmul",
-    "csb_sampled",
-    "csb_expand",
-    "csb_pick",
-    "csb_conv2d",
-    "csb_conv2d_backward_data",
-    "csb_conv2d_backward_weight",
-    "sgd_begin",
-    "sgd_update",
-    "adam_advance",
-    "adamw_update",
-    "segment_norms",
-    "lars_update",
-    "lamb_moments",
-    "lamb_update",
-    "clip_values",
-    "gradient_square",
-    "clip_norm",
-    "blend",
-    "find_nonfinite",
-    "update_loss_scale",
-    "require_device",
-]
+# The table is what is imported above.
+__all__ = ["Array", "name", *(key for key, value in globals().items() if isinstance(value, FunctionType))]
 
 
 def require_device() -> None:
@@ -223,11 +118,11 @@ def require_device() -> None:
         ImportError: when CuPy is not installed, naming the extra that brings it.
         RuntimeError: when there is no usable GPU or driver.
     """
-    current_device()
+    device.current_device()
 
 
 def __getattr__(attribute: str) -> Any:
     # Looked up anew each time: CuPy is imported only when someone asks, and a dry run answers with NumPy's class.
     if attribute == "Array":
-        return array_type()
+        return array.array_type()
     raise AttributeError(f"module {__name__!r} has no attribute {attribute!r}")

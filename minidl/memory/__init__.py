@@ -11,7 +11,6 @@ The files in the order in which a step passes through them:
     visits, times               momentum that visits; how long each pass takes
     gaps, pinning               who may be away when; the dynamic programme over keeping and moving
     rebuild, joint, planner     recipes; the programme over rebuilding too; the search for the fastest plan
-    policies                    other planners, to compare
     plan, simulate, program     the record of a plan; its check, its time, its operations on streams and their proof
     placement, script           offsets; a plan down to the byte
     _loops                      inner loops of pinning and placement, compiled

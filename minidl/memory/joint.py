@@ -307,9 +307,7 @@ class Joint:
         return Decision(gap.tensor, name, gap.leave, gap.start, fetch, need)
 
 
-def _finished(
-    problem: Problem, capacity: int, granule: int, decisions: Sequence[Decision], policy: str, proven: bool = False
-) -> Plan:
+def _finished(problem: Problem, capacity: int, granule: int, decisions: Sequence[Decision], policy: str) -> Plan:
     """A plan with its totals."""
 
     def total(choice: str) -> int:
@@ -317,6 +315,6 @@ def _finished(
 
     peak = measure(problem.trace, decisions, capacity).peak
     return Plan(
-        problem.trace.digest, policy, capacity, granule, proven, peak,
+        problem.trace.digest, policy, capacity, granule, False, peak,
         total("keep"), total("offload"), total("recompute"), tuple(decisions),
     )  # fmt: skip

@@ -129,10 +129,9 @@ def best(
     link: Link | None = None,
     *,
     rebuild: bool = True,
-    host_bytes: int | None = None,
 ) -> tuple[Plan, Timeline]:
     """The plan that the simulator finds fastest, and how it runs: see `Planner`, for one limit."""
-    return Planner(problem, times_ms, link, rebuild=rebuild, host_bytes=host_bytes).best(capacity)
+    return Planner(problem, times_ms, link, rebuild=rebuild).best(capacity)
 
 
 def widen(trace: Trace, plan: Plan) -> Plan:

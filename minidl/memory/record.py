@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import dry_run
 from minidl.dist.communicator import SOLO
 from minidl.dist.simulated import ImaginedCommunicator
@@ -164,7 +164,7 @@ def record_model(model: Model, batch: int, momentum: float = 0.9) -> Recording:
     """
     arena = model.arena
     return record_step(
-        model.graph.unbound(), batch, precision=model.precision, momentum=momentum, device=model.ops.current_device(),
+        model.graph.unbound(), batch, precision=model.precision, momentum=momentum, device=current_device(),
         ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
         frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes,
         message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",
