@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from minidl import backend
 from minidl.dist import mpiexec
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "LIMIT_SECONDS",
     "Job",
     "finish",
+    "gpus",
     "missing",
     "run",
     "run_alone",
@@ -86,6 +89,7 @@ class Job:
     after: float = 0.0
 
 
+@functools.cache
 def missing() -> str:
     """Why no MPI job can run here; empty when one can."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -95,6 +99,18 @@ def missing() -> str:
     except ImportError as error:
         return f"needs an MPI: {error}"
     return ""
+
+
+@functools.cache
+def gpus() -> int:
+    """How many there are on this machine."""
+    try:
+        backend.get_ops("cuda").require_device()
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError):
+        return 0
 
 
 def run(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> Job:

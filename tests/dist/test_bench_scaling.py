@@ -27,7 +27,6 @@ def tables():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     out = tmp_path / "out" / "scaling.json"
@@ -53,7 +52,6 @@ def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, 
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 @pytest.mark.parametrize(
     ("options", "said"),
     [

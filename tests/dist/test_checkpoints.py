@@ -13,7 +13,7 @@ from minidl import checkpoint
 from minidl.dist import mpiexec
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 TRAIN = "-m minidl train --device cpu --data synthetic --model lenet --samples 48 --batch 12 --lr 0.02 --workers 0"
 

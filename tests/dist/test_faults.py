@@ -12,7 +12,7 @@ from minidl.dist import mpiexec
 from tests.dist import job
 from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS, LIMIT_SECONDS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 LIMIT = {"MINIDL_TIMEOUT": str(LIMIT_SECONDS)}
 

@@ -10,7 +10,7 @@ import pytest
 from minidl.dist import mpiexec
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize(

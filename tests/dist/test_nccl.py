@@ -7,39 +7,14 @@ import re
 
 import pytest
 
-from minidl import backend
 from tests.dist import job
 from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS
 
-
-def _gpus() -> int:
-    try:
-        backend.get_ops("cuda").require_device()
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except (ImportError, RuntimeError):
-        return 0
-
-
-GPUS = _gpus()
-RANKS = [n for n in (2, 3, 4, 8) if n <= GPUS] or [2]
+RANKS = [n for n in (2, 3, 4, 8) if n <= job.gpus()] or [2]
 
 LIMIT = {"MINIDL_TIMEOUT": "6"}  # NCCL takes seconds to connect, and is watched as well
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found"),
-    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, found {GPUS}"),
-]
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Starting CUDA and NCCL takes seconds by itself."""
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
 @pytest.mark.parametrize("engine", ["auto", "nccl", "staged"])

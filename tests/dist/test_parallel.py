@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from minidl.layers.row_plan import share
-from tests.conftest import CUDA
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 def assert_equal_one_rank(answers, ranks):
@@ -28,15 +27,10 @@ def test_a_convolution_of_several_ranks_equals_that_of_one(ranks, of_a_group, en
     assert_equal_one_rank(done.answers, of_a_group)
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_equal_one(device, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("parallel", 2, tmp_path, device, "2")
+def test_two_gpus_equal_one(tmp_path):
+    done = job.run("parallel", 2, tmp_path, "cuda", "2")
     assert done.status == 0, done.output
     assert_equal_one_rank(done.answers, 2)
 

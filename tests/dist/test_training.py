@@ -7,10 +7,9 @@ import signal
 import numpy as np
 import pytest
 
-from tests.conftest import CUDA
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
@@ -136,16 +135,10 @@ def test_ranks_prune_alike_and_send_the_elements_only(ranks, granularity, tmp_pa
         assert kept.keys() == {"fc1.weight", "fc2.weight"} and max(kept.values()) < most
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_equal_one_cpu(device, alone, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("training", 2, tmp_path, device, "0")
+def test_two_gpus_equal_one_cpu(alone, tmp_path):
+    done = job.run("training", 2, tmp_path, "cuda", "0")
     assert done.status == 0, done.output
     assert_equal_training(done.answers, alone)
 
