@@ -32,7 +32,7 @@ TRAIN = "--device cpu --data synthetic --model lenet --samples 48 --batch 12 --l
 
 
 def run(program, out, ranks=3):
-    return job._run(mpiexec.find().command(ranks, [sys.executable, *program], elastic=True), out, {})
+    return job.run_command(mpiexec.find().command(ranks, [sys.executable, *program], elastic=True), out)
 
 
 @tolerant

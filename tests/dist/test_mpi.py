@@ -189,6 +189,6 @@ def test_a_users_thread_count_wins(tmp_path):
 
 def test_the_launcher_module_runs_a_script(tmp_path):
     command = [sys.executable, "-m", "minidl.launch", "-n", "3", str(job.WORKERS / "joining.py"), str(tmp_path), "once"]
-    done = job._run(command, tmp_path, {})
+    done = job.run_command(command, tmp_path)
     assert done.status == 0, done.output
     assert len(done.answers) == 3 and f"3 ranks by {mpiexec.find().family}" in done.output

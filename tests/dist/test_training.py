@@ -101,10 +101,11 @@ def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):
     assert weights[0] == weights[1] == weights[2]
 
 
-def test_two_ranks_resume_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("device", job.DEVICES)
+def test_two_ranks_resume_to_the_same_bits(device, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
-    done = job.run("resuming", 2, tmp_path, str(folder))
+    done = job.run("resuming", 2, tmp_path, str(folder), device)
     assert done.status == 0, done.output
     for answer in done.answers:
         assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
