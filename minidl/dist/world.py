@@ -18,7 +18,7 @@ from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
 from minidl.dist.shm import ShmCommunicator
 from minidl.dist.staged import DeviceCopies, StagedCommunicator
-from minidl.dist.threads import cap_threads, ranks_sharing_cores
+from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_cores_are_short
 
 __all__ = ["init", "launched_size", "shrink", "world"]
 
@@ -114,6 +114,7 @@ def launched_size() -> int:
 
 def _load_mpi(size: int) -> ModuleType:
     """The module ``mpi4py.MPI``, having joined the ``size`` ranks that were launched."""
+    sleep_where_cores_are_short()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
