@@ -32,7 +32,8 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "S
 
 _world: Communicator = SOLO
 _device: str | None = None  # of the last init, until the communicator is closed
-_refused: MPICommunicator | None = None  # of ranks that could not be joined: by it they tell of that with one voice
+# Of ranks that could not be joined: by it they tell of that with one voice. The next `init` closes it, or the end.
+_refused: MPICommunicator | None = None
 
 
 def world() -> Communicator:
