@@ -5,8 +5,9 @@ NCCL.
 arms on CPUs: minidl's engine in shared memory, on arrays that lie there (as gradients do) and on any array (copied in
 and out), its MPI engine (which compares what the ranks call before it sends), and as peer mpi4py's in-place Allreduce
 bare. On GPUs: the ways of `minidl.dist.ipc`, each where it can be taken, on gradients' memory, and as peer NCCL's call
-bare; calls are replayed in a CUDA graph, on parts of an array larger than the cache in turn. A sample is a few calls
-one after another on float32, and the slowest rank's time counts.
+bare; calls are replayed in a CUDA graph, on parts of an array larger than the cache in turn; then what starting a
+message costs the host outside of graphs. A sample is a few calls one after another on float32, and the slowest rank's
+time counts.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,26 +124,43 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
     return {name: [max(times) for times in zip(*comm.share(own[name][1:]), strict=True)] for name in graphs}
 
 
-def host_us(comm: NCCLCommunicator, arena: Any) -> dict[str, float]:
-    """Microseconds of the host for each message that it starts, 1 KiB and 4 MiB, of the slowest rank; a collective."""
-    import cupy
+def host_us(comm: NCCLCommunicator, arena: Any, torch: bool) -> dict[str, float]:
+    """Microseconds of the host for each message that it starts, 1 KiB and 4 MiB, of the slowest rank; a collective.
 
+    Args:
+        torch: those of torch.distributed, by which DDP sends its buckets, as well.
+    """
     found = {}
-    for name, routes in (("links", ipc.Routes()), ("nccl", ipc.BY_NCCL)):
-        comm.links.routes = routes
-        for size in (1 << 10, 4 << 20):
-            part, times = arena[: size // 4], []
-            for _ in range(15):
-                cupy.cuda.Device().synchronize()
-                comm.barrier()
-                started = time.perf_counter()
-                works = [comm.start_all_reduce(part) for _ in range(HOST_CALLS)]
-                times.append((time.perf_counter() - started) / HOST_CALLS * 1e6)
-                for work in works:
-                    work.wait()
+    for size in (1 << 10, 4 << 20):
+        part = arena[: size // 4]
+        starts = dict.fromkeys(("links", "nccl"), partial(comm.start_all_reduce, part))
+        if torch:
+            starts["torch.distributed"] = _by_torch(part)
+        for name, start in starts.items():
+            comm.links.routes = ipc.ROUTES.get(name, ipc.Routes())
+            times = [_start_us(comm, start) for _ in range(15)]
             found[f"{name}, {size >> 10} KiB"] = max(comm.share(statistics.median(times)))
     comm.links.routes = ipc.Routes()
     return found
+
+
+def _start_us(comm: NCCLCommunicator, start: Callable[[], Any]) -> float:
+    import cupy
+
+    cupy.cuda.Device().synchronize()
+    comm.barrier()
+    started = time.perf_counter()
+    works = [start() for _ in range(HOST_CALLS)]
+    us = (time.perf_counter() - started) / HOST_CALLS * 1e6
+    for work in works:
+        work.wait()
+    return us
+
+
+def _by_torch(part: Any) -> Callable[[], Any]:
+    from torch import distributed, from_dlpack
+
+    return partial(distributed.all_reduce, from_dlpack(part), async_op=True)
 
 
 def rows_of(size: int, ranks: int, times: dict[str, list[float]], peer_name: str) -> list[dict]:
@@ -194,7 +213,13 @@ def on_gpus(options: argparse.Namespace) -> None:
     arena, rows = comm.place(cupy.zeros(ROTATED_BYTES // 4, np.float32)), []
     for size in (size for size in LINK_SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure_links(comm, arena, size, options.samples), "nccl")
-    host = host_us(comm, arena)
+    if options.torch:
+        from benchmarks import ddp
+
+        ddp.join(comm, "cuda")
+    host = host_us(comm, arena, options.torch)
+    if options.torch:
+        ddp.leave()
     if comm.rank == 0:
         columns = ["KiB", *ROUTES, "nccl", "nccl / best"]
         notes = [f"host, us for each message started: {', '.join(f'{k} {v:.1f}' for k, v in host.items())}"]
@@ -212,6 +237,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
     parser.add_argument("--chunk", type=int, default=0, help="bytes that travel at once in shared memory")
+    parser.add_argument("--torch", action="store_true", help="on GPUs: torch.distributed's time of the host, as well")
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
     if dist.launched_size() == 1:

@@ -7,12 +7,11 @@ A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that t
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
 order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
-``whole``: what is left at last is not cut once more. ``soon``, ``hold``: messages start when they are complete, or wait
-for the next long pass that only moves bytes, however short it is; default: as `Model` lets them, which is ``soon``
-but for links, whose messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`). fp32 or bf16:
-how gradients are sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors
-travel else. Engines on GPUs: links (sums by our own kernels where they have a route; links8 and links32: of so many
-blocks at most, not 16), nccl; on CPUs: shm, mpi.
+``soon``, ``hold``: messages start when they are complete, or wait for the next long pass that only moves bytes, however
+short it is; default: as `Model` lets them, which is ``soon`` but for links, whose messages wait for passes that bear
+them (`minidl.messages.neighbourhood.departures`). fp32 or bf16: how gradients are sent. ``sums``: those of large fully
+connected layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own
+kernels where they have a route; links8: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -65,9 +64,9 @@ ARMS = {
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"
-FLAGS = ("whole", "sums")
+SUMS = "sums"
 STARTS = ("soon", "hold")
-SYNTAX = "ENGINE[/GROUP[/whole]][/fp32|bf16][/soon|hold][/sums]"
+SYNTAX = "ENGINE[/GROUP][/fp32|bf16][/soon|hold][/sums]"
 PEERS = {  # by torch.compile; as a CUDA graph
     "torch-ddp": (False, False),
     "torch-ddp-graph": (False, True),
@@ -107,7 +106,6 @@ class Arm(NamedTuple):
     group: str | None
     dtype: str
     factors: bool
-    whole: bool
     start: str
 
     @classmethod
@@ -117,13 +115,13 @@ class Arm(NamedTuple):
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
         groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
-        words = ("fp32", "bf16"), STARTS, *([flag] for flag in FLAGS)
+        words = ("fp32", "bf16"), STARTS, (SUMS,)
         choices = groups, *([part for part in rest if part in some] for some in words)
-        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1 or ("whole" in rest and not groups):
+        if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
             raise checks.bad_value("bench_scaling", "--arms", SYNTAX, text)
-        group, dtype, start, whole, sums = (found[0] if found else "" for found in choices)
+        group, dtype, start, sums = (found[0] if found else "" for found in choices)
         start = start or ("" if engine.startswith("links") else "soon")
-        return cls(engine, group or None, dtype or "fp32", not sums, bool(whole), start)
+        return cls(engine, group or None, dtype or "fp32", not sums, start)
 
 
 def arguments() -> argparse.Namespace:
@@ -182,8 +180,7 @@ class Ours:
         if arm.group == NEAR:
             itemsize = self.step.model.precision.storage.itemsize
             return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        most = int(arm.group) << 20
-        return dict.fromkeys((layer.name for layer in self.step.model.layers), most) if arm.whole else most
+        return int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -349,7 +346,7 @@ def row(
         "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
         "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
         "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": messages, "waiting": waiting,
-        "group": arm.group or tuned, "whole": arm.whole, "message_dtype": arm.dtype,
+        "group": arm.group or tuned, "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},

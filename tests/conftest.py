@@ -13,6 +13,7 @@ import pytest
 
 from minidl import backend
 from minidl.precision import bfloat16, float16, float32
+from tests.dist import job
 
 
 def _cuda_reason() -> str | None:
@@ -30,6 +31,10 @@ CUDA = pytest.param(
 
 
 def pytest_runtest_setup(item):
+    if item.get_closest_marker("mpi") and job.missing():
+        pytest.skip(job.missing())
+    if item.get_closest_marker("multi_gpu") and job.gpus() < 2:
+        pytest.skip(f"needs two GPUs, found {job.gpus()}")
     # Workers of pytest-xdist share one GPU: what one of them times is then another's work too.
     if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("times the GPU: run it without -n")

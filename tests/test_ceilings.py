@@ -180,7 +180,6 @@ def test_where_times_do_not_grow_each_end_tells_its_own():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 def test_ranks_measure_together_and_share_one_record(tmp_path):
     done = job.run("ceilings", 2, tmp_path, MINIDL_CACHE=str(tmp_path / "cache"))
     assert done.status == 0, done.output

@@ -18,7 +18,6 @@ import pytest
 from minidl.cuda import nvrtc
 from minidl.dist import mpiexec
 from tests.conftest import CUDA
-from tests.dist import job
 from tests.given import GIVEN
 
 ROOT = Path(__file__).parents[1]
@@ -156,7 +155,6 @@ def test_all_code_is_run():
 
 @pytest.mark.slow
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 def test_the_code_of_several_ranks_runs_as_it_is_written(run_page):
     printed, commands = run_page("distributed.md")
     assert len(commands) >= 1 and re.search(r"^0\.\d+ \[\('fc', 0\.0\)", printed, re.MULTILINE), printed

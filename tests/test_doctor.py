@@ -104,7 +104,6 @@ def test_on_one_rank_it_shows_the_machine_and_has_nothing_to_keep(capsys, monkey
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 def test_it_looks_at_ranks_and_keeps_what_the_simulator_reads(tmp_path):
     path = tmp_path / "links.json"
     program = "from minidl.profile import all_reduce as a; a.SIZES, a.SAMPLES = a.SIZES[:3], 2; import sys; "

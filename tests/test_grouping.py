@@ -161,7 +161,6 @@ def test_a_model_is_cut_by_its_neighbourhoods_where_they_were_measured(cpu_ops):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")
 def test_the_command_measures_and_keeps(tmp_path):
     program = "from minidl.profile import grouping as g; g.SAMPLES = 2; import sys; from minidl.cli import main; "
     done = job.run_program(["-c", program + "sys.exit(main(['tune', 'comm']))"], 2, tmp_path)

@@ -58,7 +58,7 @@ def _run(rows: list[Row]) -> list[list[str]]:
     lines = []
     for row in rows:
         best = min(row["peers"].values(), default=None)
-        cells = _step(_arm(row), row["images_per_s"], row["efficiency"], row["exposed_ms"])
+        cells = _step(row["arm"], row["images_per_s"], row["efficiency"], row["exposed_ms"])
         lines.append((row["efficiency"], [*cells, f"{best / row['ms']:.2f}" if best else ""]))
     with_peers = next((row for row in rows if row["peers"]), {"peers": {}})
     for name in with_peers["peers"]:
@@ -71,12 +71,6 @@ def _run(rows: list[Row]) -> list[list[str]]:
 
 def _step(way: str, images_per_s: float, efficiency: float, added: float) -> list[str]:
     return [way, f"{images_per_s:.0f}", f"{efficiency:.1%}", f"{added:.2f}"]
-
-
-def _arm(row: Row) -> str:
-    """As it is called now: in older files messages by links did not wait unless told."""
-    older = "waiting" not in row and row["arm"].startswith("links") and "hold" not in row["arm"]
-    return f"{row['arm']}/soon" if older else row["arm"]
 
 
 def all_reduces() -> str:

@@ -323,11 +323,8 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
             raise checks.bad_value("", "--links", expected, None, remedy)
         step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])
         share = 0.5 if row["message_dtype"] == "bf16" else 1.0
-        factors = "factors" in row and not row["arm"].endswith("/sums")
-        size: int | dict[str, int] = _group(row["group"])
-        if size != scaling.NEAR and row.get("whole", True):  # nothing was cut once more before that was told
-            size = dict.fromkeys((layer.name for layer in step.layers), size)
+        cluster = Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0))
         yield Measured(
-            step, Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0)), row["arm"], size, share,
-            row["ms"], row["exposed_ms"], "no messages", row["messages"], row.get("waiting", 0), factors,
+            step, cluster, row["arm"], _group(row["group"]), share, row["ms"], row["exposed_ms"], "no messages",
+            row["messages"], row["waiting"], not row["arm"].endswith("/sums"),
         )  # fmt: skip

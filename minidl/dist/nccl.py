@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import backend, checks
+from minidl.cuda.device import import_cupy
 from minidl.dist import abort, ipc
 from minidl.dist.agree import rank_list, require_same, together
 from minidl.dist.calls import Call, CallLog
@@ -70,8 +71,7 @@ def bind_device(control: MPICommunicator) -> int:
     """
 
     def choose() -> tuple[str, str, int]:
-        import cupy
-
+        cupy = import_cupy()
         index = control.local_rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(index).use()
         return socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index), index

@@ -12,7 +12,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from typing import Any
@@ -61,16 +61,13 @@ class _ShmLane:
         self._ranks, self.channel, self._regions = ranks, channel, regions
 
     def all_reduce(self, array: np.ndarray, call: Call) -> None:
-        kind, code, name = _KIND[dtype_name(array.dtype)], call.code, call.name.encode()
-        try:
-            address = array.ctypes.data if self._regions and array.nbytes else 0
-            for region in self._regions if address else ():
-                if (offset := region.offset(address, array.nbytes)) >= 0:
-                    self.channel.all_reduce_placed(array, region.bases, offset, kind, code, call.number, name)
-                    return
-            self.channel.all_reduce(array, kind, code, call.number, name)
-        except _window.Mismatch as error:
-            raise self._differ(error) from None
+        kind = _KIND[dtype_name(array.dtype)]
+        address = array.ctypes.data if self._regions and array.nbytes else 0
+        for region in self._regions if address else ():
+            if (offset := region.offset(address, array.nbytes)) >= 0:
+                self._agreed(self.channel.all_reduce_placed, call, array, region.bases, offset, kind)
+                return
+        self._agreed(self.channel.all_reduce, call, array, kind)
 
     def reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
         self.all_reduce(array, call)  # each rank writes its slice of the sum into all anyway
@@ -78,46 +75,33 @@ class _ShmLane:
     def all_gather_parts(self, array: np.ndarray, cuts: Sequence[int], call: Call) -> None:
         for root, (begin, end) in enumerate(pairwise(cuts)):
             if begin < end:
-                try:
-                    self.channel.broadcast(array[begin:end], root, call.code, call.number, call.name.encode())
-                except _window.Mismatch as error:
-                    raise self._differ(error) from None
+                self._agreed(self.channel.broadcast, call, array[begin:end], root)
 
     def all_gather(self, array: np.ndarray, out: np.ndarray, call: Call) -> None:
-        try:
-            self.channel.all_gather(array, out, call.code, call.number, call.name.encode())
-        except _window.Mismatch as error:
-            raise self._differ(error) from None
+        self._agreed(self.channel.all_gather, call, array, out)
 
     def broadcast(self, array: np.ndarray, call: Call) -> None:
-        try:
-            self.channel.broadcast(array, self._ranks.index(call.root), call.code, call.number, call.name.encode())
-        except _window.Mismatch as error:
-            raise self._differ(error) from None
+        self._agreed(self.channel.broadcast, call, array, self._ranks.index(call.root))
 
     def barrier(self, call: Call) -> None:
-        try:
-            self.channel.barrier(call.code, call.number)
-        except _window.Mismatch as error:
-            raise self._differ(error) from None
+        self._agreed(lambda code, number, name: self.channel.barrier(code, number), call)
 
     def part(self, part: np.ndarray, call: Call) -> np.ndarray:
         """This rank's share of the sum of at most a chunk, as an array in the shared memory."""
-        try:
-            kind, name = _KIND[dtype_name(part.dtype)], call.name.encode()
-            share = self.channel.reduce_part(part, kind, call.code, call.number, name)
-        except _window.Mismatch as error:
-            raise self._differ(error) from None
+        share = self._agreed(self.channel.reduce_part, call, part, _KIND[dtype_name(part.dtype)])
         return np.asarray(share).view(part.dtype)
 
     def close(self) -> None:
         self.channel = None  # the memory goes with the last array that looks at it
 
-    def _differ(self, error: _window.Mismatch) -> RuntimeError:
-        told = zip(self._ranks, error.calls, strict=True)
-        return different_calls(
-            {rank: Call.decode(code, n, name.decode(errors="replace")) for rank, (code, n, name) in told}
-        )
+    def _agreed(self, action: Callable[..., Any], call: Call, *arguments: Any) -> Any:
+        """``action`` of the channel, in which the ranks compare what they call."""
+        try:
+            return action(*arguments, call.code, call.number, call.name.encode())
+        except _window.Mismatch as error:
+            told = zip(self._ranks, error.calls, strict=True)
+            calls = {rank: Call.decode(code, n, name.decode(errors="replace")) for rank, (code, n, name) in told}
+            raise different_calls(calls) from None
 
 
 class _Hierarchy:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from minidl import checks
 from minidl.dist.communicator import Communicator
 
-__all__ = ["available_cores", "cap_threads", "count_sharing", "ranks_sharing_cores"]
+__all__ = ["available_cores", "cap_threads", "count_sharing", "ranks_sharing_cores", "sleep_where_cores_are_short"]
 
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -19,6 +19,19 @@ def available_cores() -> frozenset[int]:
     if hasattr(os, "sched_getaffinity"):
         return frozenset(os.sched_getaffinity(0))
     return frozenset(range(os.cpu_count() or 1))  # macOS binds no process
+
+
+def sleep_where_cores_are_short() -> None:
+    """Before MPI starts: let MPICH sleep in its waits where its launcher started more ranks here than there are cores.
+
+    It would spin, and give up the core only to who spins as well: who computes would wait for its turn. Open MPI's
+    launcher sees to that by itself.
+    """
+    ranks = os.environ.get("MPI_LOCALNRANKS", "")
+    if ranks.isdigit() and hasattr(os, "sched_getaffinity"):
+        cores = os.sched_getaffinity(os.getppid())  # the launcher's: its ranks may be bound to some of them
+        if int(ranks) > len(cores):
+            os.environ.setdefault("MPIR_CVAR_ENABLE_HEAVY_YIELD", "1")
 
 
 def ranks_sharing_cores(comm: Communicator) -> int:

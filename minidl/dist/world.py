@@ -18,7 +18,7 @@ from minidl.dist.mpi import MPICommunicator
 from minidl.dist.nccl import NCCLCommunicator, bind_device
 from minidl.dist.shm import ShmCommunicator
 from minidl.dist.staged import DeviceCopies, StagedCommunicator
-from minidl.dist.threads import cap_threads, ranks_sharing_cores
+from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_cores_are_short
 
 __all__ = ["init", "launched_size", "shrink", "world"]
 
@@ -32,6 +32,8 @@ _SIZE_VARIABLES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE", "S
 
 _world: Communicator = SOLO
 _device: str | None = None  # of the last init, until the communicator is closed
+# Of ranks that could not be joined: by it they tell of that with one voice. The next `init` closes it, or the end.
+_refused: MPICommunicator | None = None
 
 
 def world() -> Communicator:
@@ -113,6 +115,7 @@ def launched_size() -> int:
 
 def _load_mpi(size: int) -> ModuleType:
     """The module ``mpi4py.MPI``, having joined the ``size`` ranks that were launched."""
+    sleep_where_cores_are_short()
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -141,22 +144,22 @@ def _install(comm: MPICommunicator) -> None:
 
 
 def _join(device: str, engine: str, mpi: ModuleType, elastic: bool) -> tuple[Communicator, str]:
-    comm = MPICommunicator(mpi, elastic=elastic)
+    global _refused
+    if _refused is not None:
+        _refused.close()
+    _refused = comm = MPICommunicator(mpi, elastic=elastic)
     _install(comm)
-    try:
-        sharing = ranks_sharing_cores(comm)
-        together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
-        device = _agree_on_device(comm, device)
-        require_same(comm, "elastic", [str(elastic)])
-        if elastic:
-            together(comm, "joining ranks that go on without a lost one", lambda: _require_elastic(mpi, device, engine))
-            engine = "mpi"
-        _agree_on_engine(comm, engine, device)
-        joined = _on_host(comm, engine) if device == "cpu" else _on_gpus(comm, engine)
-    except BaseException:
-        comm.close()
-        raise
     atexit.register(_part)
+    sharing = ranks_sharing_cores(comm)
+    together(comm, "sharing the cores between ranks", lambda: cap_threads(sharing))
+    device = _agree_on_device(comm, device)
+    require_same(comm, "elastic", [str(elastic)])
+    if elastic:
+        together(comm, "joining ranks that go on without a lost one", lambda: _require_elastic(mpi, device, engine))
+        engine = "mpi"
+    _agree_on_engine(comm, engine, device)
+    joined = _on_host(comm, engine) if device == "cpu" else _on_gpus(comm, engine)
+    _refused = None
     return joined, device
 
 
@@ -219,5 +222,5 @@ def _find_device() -> str:
 def _part() -> None:
     """At the normal end of the program."""
     status = abort.departure().code
-    world().close()
+    (_refused or world()).close()
     abort.end_now(status)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -14,23 +15,31 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import pytest
+
+from minidl import backend
 from minidl.dist import mpiexec
 
 __all__ = [
+    "DEVICES",
     "DIFFERENT_CALLS",
     "DIFFERENT_MODELS",
     "FAULTS",
     "LIMIT_SECONDS",
     "Job",
     "finish",
+    "gpus",
+    "interrupted",
     "missing",
     "run",
     "run_alone",
+    "run_command",
     "run_program",
     "started",
 ]
 
 ROOT = Path(__file__).parents[2]
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])]
 WORKERS = Path(__file__).parent / "workers"
 TIMEOUT_SECONDS = 60.0
 
@@ -86,6 +95,7 @@ class Job:
     after: float = 0.0
 
 
+@functools.cache
 def missing() -> str:
     """Why no MPI job can run here; empty when one can."""
     if importlib.util.find_spec("mpi4py") is None:
@@ -97,19 +107,52 @@ def missing() -> str:
     return ""
 
 
+@functools.cache
+def gpus() -> int:
+    """How many there are on this machine."""
+    try:
+        backend.get_ops("cuda").require_device()
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except (ImportError, RuntimeError):
+        return 0
+
+
 def run(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> Job:
     """Run ``workers/<worker>.py OUT arguments...`` as ``ranks`` processes."""
-    return _run(mpiexec.find().command(ranks, _program(worker, out, arguments)), out, environment)
+    return run_command(mpiexec.find().command(ranks, _program(worker, out, arguments)), out, **environment)
 
 
 def run_program(program: list[str], ranks: int, out: Path, **environment: str) -> Job:
     """Run ``python program...`` as ``ranks`` processes."""
-    return _run(mpiexec.find().command(ranks, [sys.executable, *program]), out, environment)
+    return run_command(mpiexec.find().command(ranks, [sys.executable, *program]), out, **environment)
 
 
 def run_alone(worker: str, out: Path, *arguments: str, **environment: str) -> Job:
     """Run it as one process without a launcher."""
-    return _run(_program(worker, out, arguments), out, environment)
+    return run_command(_program(worker, out, arguments), out, **environment)
+
+
+def run_command(command: list[str], out: Path, **environment: str) -> Job:
+    """Run the command line of a job."""
+    begun = time.monotonic()
+    with started(command, **environment) as process:
+        output = finish(process)
+    return _ended(process, output, out, begun)
+
+
+def interrupted(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> tuple[Job, float]:
+    """Like `run`, with Ctrl-C in the launcher's terminal when all are there; the job, and its seconds since then."""
+    begun = time.monotonic()
+    with started(mpiexec.find().command(ranks, _program(worker, out, arguments)), **environment) as process:
+        while len(list(out.glob("*.at"))) < ranks and time.monotonic() < begun + TIMEOUT_SECONDS:
+            time.sleep(0.02)
+        time.sleep(0.2)
+        since = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        output = finish(process)
+    return _ended(process, output, out, begun), time.monotonic() - since
 
 
 def _program(worker: str, out: Path, arguments: tuple[str, ...]) -> list[str]:
@@ -117,14 +160,8 @@ def _program(worker: str, out: Path, arguments: tuple[str, ...]) -> list[str]:
 
 
 @contextlib.contextmanager
-def started(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> Iterator[subprocess.Popen]:
-    """Like `run`, but the process of the launcher, to be waited for by `finish`; it is gone afterwards."""
-    with _started(mpiexec.find().command(ranks, _program(worker, out, arguments)), environment) as process:
-        yield process
-
-
-@contextlib.contextmanager
-def _started(command: list[str], environment: dict[str, str]) -> Iterator[subprocess.Popen]:
+def started(command: list[str], **environment: str) -> Iterator[subprocess.Popen]:
+    """The process of a job's launcher, to be waited for by `finish`; it is gone afterwards."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     # The thread count of whoever runs the tests is not that of a user's job.
     inherited = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
@@ -155,10 +192,7 @@ def finish(process: subprocess.Popen) -> str:
         raise AssertionError(f"{process.args} still running after {TIMEOUT_SECONDS} s; it said:\n{output}") from None
 
 
-def _run(command: list[str], out: Path, environment: dict[str, str]) -> Job:
-    begun = time.monotonic()
-    with _started(command, environment) as process:
-        output = finish(process)
+def _ended(process: subprocess.Popen, output: str, out: Path, begun: float) -> Job:
     seconds, there = time.monotonic() - begun, [path.stat().st_mtime for path in out.glob("*.at")]
     answers = [json.loads(path.read_text()) for path in sorted(out.glob("*.json"))]
     return Job(process.returncode, output, seconds, answers, time.time() - max(there) if there else seconds)

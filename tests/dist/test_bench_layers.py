@@ -13,11 +13,7 @@ from minidl.layers import Flatten
 from minidl.profile.results import load
 from tests.dist import job
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.slow,
-    pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found"),
-]
+pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

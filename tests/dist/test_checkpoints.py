@@ -13,48 +13,50 @@ from minidl import checkpoint
 from minidl.dist import mpiexec
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
-TRAIN = "-m minidl train --device cpu --data synthetic --model lenet --samples 48 --batch 12 --lr 0.02 --workers 0"
+TRAIN = "-m minidl train --data synthetic --model lenet --samples 48 --batch 12 --lr 0.02 --workers 0"
 
 
-def saving(way, folder, tmp_path):
+def saving(way, folder, device, tmp_path):
     out = tmp_path / way
     out.mkdir()
-    return job.run("saving", 2, out, str(folder), way)
+    return job.run("saving", 2, out, str(folder), way, device)
 
 
-def resumes(folder, tmp_path):
+def resumes(folder, device, tmp_path):
     """From step 2, on all ranks."""
-    done = saving("resume", folder, tmp_path)
+    done = saving("resume", folder, device, tmp_path)
     assert done.status == 0, done.output
     return [answer["step"] for answer in done.answers] == [2, 2]
 
 
-def test_a_full_disk_ends_all_ranks_with_one_message_and_leaves_the_checkpoint_before(tmp_path):
+@pytest.mark.parametrize("device", job.DEVICES)
+def test_a_full_disk_ends_all_ranks_with_one_message_and_leaves_the_checkpoint_before(device, tmp_path):
     folder = tmp_path / "runs"
-    done = saving("full", folder, tmp_path)
+    done = saving("full", folder, device, tmp_path)
     assert done.status == 1 and done.answers == [], done.output
     assert "File too large" in done.output and done.output.count("ending all ranks") == 1, done.output
     assert done.output.startswith("minidl: ranks 0-1 of 2 (") or "\nminidl: ranks 0-1 of 2 (" in done.output
     assert done.after < 10
     assert [path.name for path in folder.glob("*.safetensors")] == ["checkpoint-00000002.safetensors"]
-    assert not list(folder.glob("*.partial")) and resumes(folder, tmp_path)
+    assert not list(folder.glob("*.partial")) and resumes(folder, device, tmp_path)
 
 
-def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(tmp_path):
+@pytest.mark.parametrize("device", job.DEVICES)
+def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(device, tmp_path):
     folder = tmp_path / "runs"
-    done = saving("killed", folder, tmp_path)
+    done = saving("killed", folder, device, tmp_path)
     assert done.status != 0 and done.answers == [], done.output
     assert done.after < 10
     assert len(list(folder.glob(".*.partial"))) == 1, "it was killed in the midst"
     assert checkpoint.latest(folder).name == "checkpoint-00000002.safetensors"
-    assert resumes(folder, tmp_path)
+    assert resumes(folder, device, tmp_path)
 
 
 def trained(tmp_path, name, ranks, epochs, *options):
     told = ["--schedule", "constant", "--epochs", str(epochs), "--output", str(tmp_path / name), *options]
-    done = job.run_program([*TRAIN.split(), *told], ranks, tmp_path)
+    done = job.run_program([*TRAIN.split(), "--device", "cpu", *told], ranks, tmp_path)
     assert done.status == 0, done.output
     return checkpoint.load(checkpoint.latest(tmp_path / name))
 
@@ -71,12 +73,13 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batch(tmp_path):
     assert any(np.abs(begun[name] - value).max() > 1e-3 for name, value in whole.items()), "the last epoch trained"
 
 
+@pytest.mark.parametrize("device", job.DEVICES)
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_the_launcher_stops_the_job_with_a_checkpoint(number, tmp_path):
+def test_a_signal_to_the_launcher_stops_the_job_with_a_checkpoint(number, device, tmp_path):
     if number == signal.SIGTERM and mpiexec.find().family == "Open MPI":
         pytest.skip("it kills its ranks on SIGTERM before they can act")
-    options = [*TRAIN.split(), "--epochs", "100000", "--output", str(tmp_path / "runs")]
-    with job._started(mpiexec.find().command(2, [sys.executable, *options]), {}) as process:
+    options = [*TRAIN.split(), "--device", device, "--epochs", "100000", "--output", str(tmp_path / "runs")]
+    with job.started(mpiexec.find().command(2, [sys.executable, *options])) as process:
         since = time.monotonic()
         while not list((tmp_path / "runs").glob("*.safetensors")):
             assert time.monotonic() - since < job.TIMEOUT_SECONDS and process.poll() is None

@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 
 from minidl.messages.factors import most_rows
-from tests.conftest import CUDA
 from tests.dist import job
 from tests.dist.workers.factors import STEPS, WAYS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 def assert_the_same(answers, ranks):
@@ -38,16 +37,11 @@ def test_training_is_that_of_sums(engine, ranks, tmp_path):
     assert_the_same(done.answers, ranks)
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
 @pytest.mark.parametrize("engine", ["nccl", "auto"])
-def test_two_gpus_train_alike_eagerly_and_compiled(device, engine, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("factors", 2, tmp_path, device, engine)
+def test_two_gpus_train_alike_eagerly_and_compiled(engine, tmp_path):
+    done = job.run("factors", 2, tmp_path, "cuda", engine)
     assert done.status == 0, done.output
     assert_the_same(done.answers, 2)
     for answer in done.answers:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
-import time
 
 import pytest
 
@@ -12,7 +10,7 @@ from minidl.dist import mpiexec
 from tests.dist import job
 from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS, LIMIT_SECONDS
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 LIMIT = {"MINIDL_TIMEOUT": str(LIMIT_SECONDS)}
 
@@ -41,7 +39,7 @@ def test_a_rank_that_is_late_at_the_end_may_take_its_time(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["late_rank", "exit_that_is_caught", "message_never_awaited", "forked_child_fails", "all_exit_with_status"]
+    "name", ["exit_that_is_caught", "message_never_awaited", "forked_child_fails", "all_exit_with_status"]
 )
 def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
     done = job.run("faults", 2, tmp_path, name, "cpu")
@@ -93,11 +91,12 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(engine, tmp_path):
     assert LIMIT_SECONDS < done.after < LIMIT_SECONDS + 8
 
 
-def test_a_slow_rank_is_named_once_and_waited_for(tmp_path):
-    done = job.run("faults", 3, tmp_path, "slow", "cpu")
+@pytest.mark.parametrize("device", job.DEVICES)
+def test_a_slow_rank_is_named_once_and_waited_for(device, tmp_path):
+    done = job.run("faults", 3 if device == "cpu" else 2, tmp_path, "slow", device)
     assert done.status == 0, done.output
     said = [line for line in done.output.splitlines() if line.startswith("minidl: ")]
-    assert len(said) == 1 and said[0].startswith("minidl: rank 0 of 3 ("), done.output
+    assert len(said) == 1 and said[0].startswith("minidl: rank 0 of "), done.output
     assert "s in start_all_reduce of 1000 float32 (layer1.0.conv2); not there: 1" in said[0]
 
 
@@ -146,18 +145,10 @@ def test_a_killed_rank_ends_the_job(tmp_path):
 @pytest.mark.parametrize("engine", ["shm", "mpi"])
 def test_ctrl_c_ends_ranks_that_wait(fault, engine, tmp_path):
     """In the launcher's terminal, while one rank sleeps or does not run at all and the others wait for it."""
-    with job.started("faults", 3, tmp_path, fault, "cpu", MINIDL_ENGINE=engine) as process:
-        ready = time.monotonic() + job.TIMEOUT_SECONDS
-        while len(list(tmp_path.glob("*.at"))) < 3 and time.monotonic() < ready:
-            time.sleep(0.02)
-        time.sleep(0.2)
-        interrupted = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        output = job.finish(process)
-    assert time.monotonic() - interrupted < 8
-    assert process.returncode != 0, output
+    done, seconds = job.interrupted("faults", 3, tmp_path, fault, "cpu", MINIDL_ENGINE=engine)
+    assert done.status != 0 and seconds < 8, done.output
     if mpiexec.find().family != "Open MPI":  # which kills its ranks before they can say a word
-        assert output.count("ending all ranks") == 1 and "KeyboardInterrupt" in output, output
+        assert done.output.count("ending all ranks") == 1 and "KeyboardInterrupt" in done.output, done.output
 
 
 @pytest.mark.parametrize("fault", DIFFERENT_MODELS)
@@ -181,8 +172,18 @@ def test_ranks_that_fail_of_different_things_all_speak(tmp_path):
     assert "ranks 0-1" not in done.output
 
 
-def test_an_error_of_the_command_line_is_one_line(tmp_path):
-    done = job.run_program(["-m", "minidl", "train", "--device", "cpu", "--epochs", "1", "--lr", "-1"], 3, tmp_path)
+@pytest.mark.parametrize(("options", "engine"), [(["--lr", "-1"], ""), ([], "nccl")], ids=["option", "engine"])
+def test_an_error_of_the_command_line_is_one_line(options, engine, tmp_path):
+    """Also one for which the ranks cannot be joined."""
+    command = ["-m", "minidl", "train", "--device", "cpu", "--epochs", "1", *options]
+    done = job.run_program(command, 3, tmp_path, MINIDL_ENGINE=engine)
     assert done.status == 2, done.output
     said = [line for line in done.output.splitlines() if line.startswith("minidl train: ")]
-    assert len(said) == 1, done.output
+    assert len(said) == 1 and "of 3" not in said[0], done.output
+
+
+def test_ranks_that_cannot_be_joined_speak_with_one_voice(tmp_path):
+    done = job.run_program(["-c", "from minidl.dist import init; init('cuda')"], 3, tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.status == 1, done.output
+    assert done.output.startswith("minidl: ranks 0-2 of 3 (") and done.output.count("ending all ranks") == 1
+    assert "RuntimeError: binding a GPU to each rank failed: on ranks 0-2: " in done.output

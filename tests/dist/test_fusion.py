@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 def test_ranks_follow_the_plan_of_rank_0(tmp_path):

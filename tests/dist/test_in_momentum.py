@@ -6,7 +6,7 @@ import pytest
 
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("shm", 2), ("shm", 3), ("mpi", 2)])

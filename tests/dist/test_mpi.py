@@ -10,7 +10,7 @@ import pytest
 from minidl.dist import mpiexec
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 @pytest.mark.parametrize(
@@ -175,6 +175,20 @@ def test_cores_are_shared_between_ranks(tmp_path):
         assert answer["omp"] == str(share) and set(answer["blas"]) == {share}
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_mpich_sleeps_where_there_are_more_ranks_than_cores(ranks, tmp_path):
+    """A launcher on two cores; whoever has told MPICH is obeyed."""
+    if mpiexec.find().family != "MPICH":
+        pytest.skip("Open MPI's launcher lets ranks that wait yield")
+    bind = "import os, sys; os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:2]); "
+    bind += "os.execv(sys.argv[1], sys.argv[1:])"
+    launcher = [sys.executable, "-c", bind, *mpiexec.find().command(ranks, [sys.executable])]
+    program = [str(job.WORKERS / "joining.py"), str(tmp_path), "threads"]
+    for told, expected in (({}, "1" if ranks > 2 else None), ({"MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"}, "0")):
+        done = job.run_command([*launcher, *program], tmp_path, **told)
+        assert [answer["sleeps"] for answer in done.answers] == [expected] * ranks, done.output
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 def test_bound_ranks_use_their_own_core(tmp_path):
     done = job.run("joining", 2, tmp_path, "bound_threads")
@@ -189,6 +203,6 @@ def test_a_users_thread_count_wins(tmp_path):
 
 def test_the_launcher_module_runs_a_script(tmp_path):
     command = [sys.executable, "-m", "minidl.launch", "-n", "3", str(job.WORKERS / "joining.py"), str(tmp_path), "once"]
-    done = job._run(command, tmp_path, {})
+    done = job.run_command(command, tmp_path)
     assert done.status == 0, done.output
     assert len(done.answers) == 3 and f"3 ranks by {mpiexec.find().family}" in done.output

@@ -7,39 +7,14 @@ import re
 
 import pytest
 
-from minidl import backend
 from tests.dist import job
 from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS
 
-
-def _gpus() -> int:
-    try:
-        backend.get_ops("cuda").require_device()
-        import cupy
-
-        return cupy.cuda.runtime.getDeviceCount()
-    except (ImportError, RuntimeError):
-        return 0
-
-
-GPUS = _gpus()
-RANKS = [n for n in (2, 3, 4, 8) if n <= GPUS] or [2]
+RANKS = [n for n in (2, 3, 4, 8) if n <= job.gpus()] or [2]
 
 LIMIT = {"MINIDL_TIMEOUT": "6"}  # NCCL takes seconds to connect, and is watched as well
 
-pytestmark = [
-    pytest.mark.mpi,
-    pytest.mark.gpu,
-    pytest.mark.multi_gpu,
-    pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found"),
-    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, found {GPUS}"),
-]
-
-
-@pytest.fixture(autouse=True)
-def patient(monkeypatch):
-    """Starting CUDA and NCCL takes seconds by itself."""
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
+pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.multi_gpu]
 
 
 @pytest.mark.parametrize("engine", ["auto", "nccl", "staged"])
@@ -116,12 +91,14 @@ def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_grouping_changes_no_bit_where_gpus_see_each_other(ranks, tmp_path):
     """With NCCL it may: the size of a message decides how it adds. Nor does it matter that messages wait."""
-    found = set()
-    for group_bytes in (0, 5000, 1 << 30):
-        done = job.run("training", ranks, tmp_path, "cuda", str(group_bytes))
-        assert done.status == 0, done.output
-        assert all((answer["waiting"] > 0) == (group_bytes == 0) for answer in done.answers)
-        found |= {json.dumps([answer["weights"], answer["losses"]]) for answer in done.answers}
+    cases = ["plain", "group_bytes=5000", "group_bytes=1073741824"]
+    done = job.run("training", ranks, tmp_path, "cuda", *cases)
+    assert done.status == 0, done.output
+    for answer in done.answers:
+        assert [answer[case]["waiting"] > 0 for case in cases] == [True, False, False]
+    found = {
+        json.dumps([answer[case][key] for key in ("weights", "losses")]) for answer in done.answers for case in cases
+    }
     assert len(found) == 1
 
 
@@ -193,6 +170,11 @@ def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
     assert f"for rank {culprit}; ending all ranks" in done.output
     assert f"  rank {culprit}: does not answer: stopped" in done.output
     assert done.seconds < 45
+
+
+def test_ctrl_c_ends_ranks_that_wait(tmp_path):
+    done, seconds = job.interrupted("faults", 2, tmp_path, "sleeping", "cuda")
+    assert done.status != 0 and seconds < 20, done.output
 
 
 def test_a_killed_rank_ends_the_job(tmp_path):

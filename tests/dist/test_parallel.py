@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from minidl.layers.row_plan import share
-from tests.conftest import CUDA
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 def assert_equal_one_rank(answers, ranks):
@@ -28,17 +27,18 @@ def test_a_convolution_of_several_ranks_equals_that_of_one(ranks, of_a_group, en
     assert_equal_one_rank(done.answers, of_a_group)
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_equal_one(device, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("parallel", 2, tmp_path, device, "2")
+def test_two_gpus_equal_one(tmp_path):
+    done = job.run("parallel", 2, tmp_path, "cuda", "2")
     assert done.status == 0, done.output
     assert_equal_one_rank(done.answers, 2)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process finds, by the way."""
+    return {way: _train(tmp_path_factory.mktemp("alone"), way, 1, 1)[0] for way in ("rows", "channels")}
 
 
 def _train(tmp_path, way, ranks, of_a_group):
@@ -63,15 +63,13 @@ def _own(name, value, answer):
 
 @pytest.mark.parametrize(("ranks", "of_a_group"), [(2, 2), (3, 3), (4, 2), (4, 1)])
 @pytest.mark.parametrize("way", ["rows", "channels"])
-def test_groups_that_share_layers_train_like_one_rank(way, ranks, of_a_group, tmp_path):
-    (tmp_path / "alone").mkdir()
-    [alone] = _train(tmp_path / "alone", way, 1, 1)
+def test_groups_that_share_layers_train_like_one_rank(way, ranks, of_a_group, alone, tmp_path):
     for answer in _train(tmp_path, way, ranks, of_a_group):
-        np.testing.assert_allclose(answer["losses"], alone["losses"], rtol=2e-5)
-        for name, value in alone["weights"].items():
+        np.testing.assert_allclose(answer["losses"], alone[way]["losses"], rtol=2e-5)
+        for name, value in alone[way]["weights"].items():
             expected = _own(name, np.array(value), answer) if way == "channels" else value
             np.testing.assert_allclose(answer["weights"][name], expected, rtol=2e-4, atol=2e-5, err_msg=name)
-    assert alone["losses"][-1] < alone["losses"][0], "it must have learnt, or equality says little"
+    assert alone[way]["losses"][-1] < alone[way]["losses"][0], "it must have learnt, or equality says little"
 
 
 def test_batch_norms_of_a_group_see_its_images_only(tmp_path):

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.dist import job
-
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 OPTIONS = ["--model", "lenet", "--data", "synthetic", "--epochs", "1", "--device", "cpu", "--image-size", "16"]

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from minidl import checkpoint
-from tests.conftest import CUDA
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
 
 
 def assert_the_same(answers, ranks, *, exact):
@@ -59,14 +58,9 @@ def test_the_command_trains_writes_and_goes_on(tmp_path):
     assert done.status == 0, done.output
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_shard_alike(device, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("sharded", 2, tmp_path, device)
+def test_two_gpus_shard_alike(tmp_path):
+    done = job.run("sharded", 2, tmp_path, "cuda")
     assert done.status == 0, done.output
     assert_the_same(done.answers, 2, exact=False)

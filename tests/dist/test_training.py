@@ -7,17 +7,44 @@ import signal
 import numpy as np
 import pytest
 
-from tests.conftest import CUDA
 from tests.dist import job
 
-pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(job.missing()), reason=job.missing() or "MPI found")]
+pytestmark = pytest.mark.mpi
+
+
+RECIPES = ["recipe=lamb", "recipe=lars", "recipe=mixed"]
+RINGS = [f"slots={slots}" for slots in (1, 2, 9)]  # from one to more than are needed
+# What each number of ranks trains by each engine, in one job.
+CASES = {
+    ("", 1): ["plain", "parts=1", *RECIPES],
+    ("", 2): ["plain", "group_bytes=1048576", "parts=2"],
+    ("shm", 3): [
+        "plain", "group_bytes=600", "group_bytes=1048576", "parts=4", "recipe=waits", *RINGS,
+        *(f"group_bytes=600,{recipe}" for recipe in RECIPES),
+    ],
+    ("mpi", 3): ["plain", "recipe=waits", *RINGS],
+    ("", 4): ["group_bytes=600"],
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    done = job.run_alone("training", tmp_path_factory.mktemp("alone"), "cpu", "0")
-    assert done.status == 0, done.output
-    return done.answers[0]
+def trained(tmp_path_factory):
+    """What all ranks found in a case of such a job, which runs when the first of its cases is asked for."""
+    answers = {}
+
+    def found(case, engine, ranks):
+        if (engine, ranks) not in answers:
+            out, command = tmp_path_factory.mktemp("training"), ["cpu", *CASES[engine, ranks]]
+            if ranks == 1:
+                done = job.run_alone("training", out, *command)
+            else:
+                done = job.run("training", ranks, out, *command, MINIDL_ENGINE=engine)
+            assert done.status == 0, done.output
+            assert len(done.answers) == ranks
+            answers[engine, ranks] = done.answers
+        return [answer[case] for answer in answers[engine, ranks]]
+
+    return found
 
 
 def assert_equal_training(answers, alone):
@@ -31,81 +58,59 @@ def assert_equal_training(answers, alone):
         assert answer["weights"] == answers[0]["weights"], "ranks must agree to the bit"
 
 
-@pytest.mark.parametrize(("ranks", "group_bytes"), [(2, 0), (2, 1 << 20), (3, 0), (4, 600)])
-def test_n_ranks_equal_one(ranks, group_bytes, alone, tmp_path):
-    done = job.run("training", ranks, tmp_path, "cpu", str(group_bytes))
-    assert done.status == 0, done.output
-    assert len(done.answers) == ranks
-    assert_equal_training(done.answers, alone)
+@pytest.mark.parametrize(
+    ("case", "engine", "ranks"),
+    [("plain", "", 2), ("group_bytes=1048576", "", 2), ("plain", "mpi", 3), ("group_bytes=600", "", 4)],
+)
+def test_n_ranks_equal_one(case, engine, ranks, trained):
+    [alone] = trained("plain", "", 1)
+    assert_equal_training(trained(case, engine, ranks), alone)
     losses = [loss for loss, _ in alone["losses"]]
     assert np.mean(losses[-4:]) < 0.7 * np.mean(losses[:4]), "it must have learnt, or equality says little"
 
 
 @pytest.mark.parametrize("engine", ["shm", "mpi"])
-def test_a_ring_of_gradients_changes_no_bit(engine, tmp_path):
-    """Updates within the backward pass, with messages of three ranks under way; from one slot to more than needed."""
-    weights = []
-    for slots in (0, 1, 2, 9):
-        out = tmp_path / str(slots)
-        out.mkdir()
-        done = job.run("training", 3, out, "cpu", "0", "0", str(slots), MINIDL_ENGINE=engine)
-        assert done.status == 0, done.output
-        assert all(answer["weights"] == done.answers[0]["weights"] for answer in done.answers)
-        weights.append(done.answers[0]["weights"])
-    assert weights[0] == weights[1] == weights[2] == weights[3]
+def test_a_ring_of_gradients_changes_no_bit(engine, trained):
+    """Updates within the backward pass, with messages of three ranks under way."""
+    whole = trained("plain", engine, 3)[0]["weights"]
+    for case in RINGS:
+        assert all(answer["weights"] == whole for answer in trained(case, engine, 3)), case
 
 
 @pytest.mark.parametrize("engine", ["shm", "mpi"])
-def test_messages_that_wait_change_no_bit(engine, tmp_path):
+def test_messages_that_wait_change_no_bit(engine, trained):
     """Beside the sums of batch norms over all ranks, which now come before them."""
-    found = []
-    for recipe in ("sgd", "waits"):
-        out = tmp_path / recipe
-        out.mkdir()
-        done = job.run("training", 3, out, "cpu", "0", "0", "0", recipe, MINIDL_ENGINE=engine)
-        assert done.status == 0, done.output
-        assert all((answer["waiting"] > 0) == (recipe == "waits") for answer in done.answers)
-        found += [[answer["weights"], answer["losses"]] for answer in done.answers]
-    assert all(one == found[0] for one in found)
+    at_once, waiting = (trained(case, engine, 3) for case in ("plain", "recipe=waits"))
+    assert all(answer["waiting"] == 0 for answer in at_once) and all(answer["waiting"] > 0 for answer in waiting)
+    first = at_once[0]
+    for answer in (*at_once, *waiting):
+        assert answer["weights"] == first["weights"] and answer["losses"] == first["losses"]
 
 
-@pytest.mark.parametrize(("ranks", "parts"), [(2, 2), (3, 4)])
-def test_n_ranks_with_micro_batches_equal_one_without(ranks, parts, tmp_path):
+@pytest.mark.parametrize(("case", "engine", "ranks"), [("parts=2", "", 2), ("parts=4", "shm", 3)])
+def test_n_ranks_with_micro_batches_equal_one_without(case, engine, ranks, trained):
     """The last batch has two samples: some ranks, and some micro-batches, have none."""
-    (tmp_path / "alone").mkdir()
-    alone = job.run_alone("training", tmp_path / "alone", "cpu", "0", "1")
-    together = job.run("training", ranks, tmp_path, "cpu", "0", str(parts))
-    assert alone.status == together.status == 0, alone.output + together.output
-    assert_equal_training(together.answers, alone.answers[0])
+    [alone] = trained("parts=1", "", 1)
+    assert_equal_training(trained(case, engine, ranks), alone)
 
 
-@pytest.mark.parametrize("recipe", ["lamb", "lars", "mixed"])
-def test_adaptive_optimizers_clipping_weighted_losses_and_mixed_images_of_n_ranks_equal_one(recipe, tmp_path):
-    folders = [tmp_path / str(ranks) for ranks in (1, 3)]
-    for folder in folders:
-        folder.mkdir()
-    alone = job.run_alone("training", folders[0], "cpu", "0", "0", "0", recipe)
-    done = job.run("training", 3, folders[1], "cpu", "600", "0", "0", recipe)
-    assert alone.status == done.status == 0, alone.output + done.output
-    assert_equal_training(done.answers, alone.answers[0])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_adaptive_optimizers_clipping_weighted_losses_and_mixed_images_of_n_ranks_equal_one(recipe, trained):
+    [alone] = trained(recipe, "", 1)
+    assert_equal_training(trained(f"group_bytes=600,{recipe}", "shm", 3), alone)
 
 
-def test_in_shared_memory_the_size_of_messages_changes_no_bit(tmp_path):
+def test_in_shared_memory_the_size_of_messages_changes_no_bit(trained):
     """Sums are in rank order, in place or copied, for any grouping; three ranks, whose sums depend on the order."""
-    weights = []
-    for group_bytes in (0, 600, 1 << 20):
-        out = tmp_path / str(group_bytes)
-        out.mkdir()
-        done = job.run("training", 3, out, "cpu", str(group_bytes), MINIDL_ENGINE="shm")
-        assert done.status == 0, done.output
-        weights.append(done.answers[0]["weights"])
-    assert weights[0] == weights[1] == weights[2]
+    found = [trained(case, "shm", 3)[0]["weights"] for case in ("plain", "group_bytes=600", "group_bytes=1048576")]
+    assert found[0] == found[1] == found[2]
 
 
-def test_two_ranks_resume_to_the_same_bits(tmp_path):
+@pytest.mark.parametrize("device", job.DEVICES)
+def test_two_ranks_resume_to_the_same_bits(device, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
-    done = job.run("resuming", 2, tmp_path, str(folder))
+    done = job.run("resuming", 2, tmp_path, str(folder), device)
     assert done.status == 0, done.output
     for answer in done.answers:
         assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
@@ -136,18 +141,13 @@ def test_ranks_prune_alike_and_send_the_elements_only(ranks, granularity, tmp_pa
         assert kept.keys() == {"fc1.weight", "fc2.weight"} and max(kept.values()) < most
 
 
+@pytest.mark.gpu
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("device", [CUDA])
-def test_two_gpus_equal_one_cpu(device, alone, tmp_path, monkeypatch):
-    import cupy
-
-    monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)  # starting CUDA and NCCL takes seconds by itself
-
-    if cupy.cuda.runtime.getDeviceCount() < 2:
-        pytest.skip("needs two GPUs")
-    done = job.run("training", 2, tmp_path, device, "0")
+def test_two_gpus_equal_one_cpu(trained, tmp_path):
+    done = job.run("training", 2, tmp_path, "cuda", "plain")
     assert done.status == 0, done.output
-    assert_equal_training(done.answers, alone)
+    [alone] = trained("plain", "", 1)
+    assert_equal_training([answer["plain"] for answer in done.answers], alone)
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("mpi", 2), ("shm", 3)])

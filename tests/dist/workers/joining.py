@@ -150,7 +150,8 @@ def threads():
 
     init("cpu")
     blas = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
-    return dict(blas=blas, omp=os.environ.get("OMP_NUM_THREADS"), cores=len(os.sched_getaffinity(0)))
+    sleeps = os.environ.get("MPIR_CVAR_ENABLE_HEAVY_YIELD")
+    return dict(blas=blas, omp=os.environ.get("OMP_NUM_THREADS"), cores=len(os.sched_getaffinity(0)), sleeps=sleeps)
 
 
 def bound_threads():

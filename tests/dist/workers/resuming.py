@@ -1,4 +1,4 @@
-"""Two ranks train, stop in the middle of an epoch and go on: ``resuming.py OUT FOLDER``; all endings go to OUT.
+"""Two ranks train, stop in the middle of an epoch and go on: ``resuming.py OUT FOLDER DEVICE``; all endings go to OUT.
 
 Once from a checkpoint of the middle, once because the last rank, and only it, got a signal.
 """
@@ -18,14 +18,15 @@ from minidl import data, dist, models, stopping
 from minidl.train import Trainer
 
 
-def trainer(comm, output: Path) -> Trainer:
-    model = m.Model(models.resnet20(num_classes=4, image_shape=(8, 8, 3)), comm=comm)
+def trainer(comm, output: Path, device: str) -> Trainer:
+    model = m.Model(models.resnet20(num_classes=4, image_shape=(8, 8, 3)), device=device, comm=comm)
     loaders = [
         data.Loader(
             data.dataset("synthetic", None, split, n=30, shape=(8, 8, 3), num_classes=4),
             8,
             rank=comm.rank,
             size=comm.size,
+            transfer=model.ops.uploader(),
         )
         for split in ("train", "test")
     ]  # fmt: skip
@@ -41,9 +42,9 @@ def digest(run: Trainer, buffers: bool = True) -> str:
     return hashlib.sha256(b"".join(state[name].tobytes() for name in sorted(state))).hexdigest()
 
 
-def main(out: Path, folder: Path) -> None:
-    comm = dist.init("cpu")
-    whole = trainer(comm, folder / "whole")
+def main(out: Path, folder: Path, device: str) -> None:
+    comm = dist.init(device)
+    whole = trainer(comm, folder / "whole", device)
     for step, batch in enumerate(whole.train_loader, start=1):
         whole._train(batch)
         if step == 2:
@@ -53,13 +54,13 @@ def main(out: Path, folder: Path) -> None:
         shutil.copy(middle, folder / middle.name)  # the run goes on and removes its older checkpoints
     whole.fit()
 
-    parts = trainer(comm, folder / "parts")
+    parts = trainer(comm, folder / "parts", device)
     comm.barrier()
     parts.resume(folder / middle.name)
     parts.fit()
 
     stopping.SECONDS = 0.0  # agree after every step
-    stopped = trainer(comm, folder / "stopped")
+    stopped = trainer(comm, folder / "stopped", device)
     step = stopped._train
 
     def signalled(batch):
@@ -69,7 +70,7 @@ def main(out: Path, folder: Path) -> None:
 
     stopped._train = signalled
     stopped.fit()
-    again = trainer(comm, folder / "stopped")
+    again = trainer(comm, folder / "stopped", device)
     comm.barrier()
     again.resume(folder / "stopped")
     resumed = again.step
@@ -85,4 +86,4 @@ def main(out: Path, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

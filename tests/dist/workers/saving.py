@@ -1,4 +1,4 @@
-"""Ranks that write checkpoints while something goes wrong on rank 0: ``saving.py OUT FOLDER WAY``.
+"""Ranks that write checkpoints while something goes wrong on rank 0: ``saving.py OUT FOLDER WAY DEVICE``.
 
 The first run writes one in good order, then another one ``full`` (files may not become as large) or ``killed`` (in the
 midst of it); ``resume`` goes on from what is there.
@@ -20,10 +20,10 @@ from minidl.train import Trainer
 SMALL = 1000  # bytes
 
 
-def trainer(comm, folder: Path) -> Trainer:
+def trainer(comm, folder: Path, device: str) -> Trainer:
     samples = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3)
-    loader = data.Loader(samples, 8, rank=comm.rank, size=comm.size)
-    model = m.Model(models.mlp(3, (4, 4, 1)), comm=comm)
+    model = m.Model(models.mlp(3, (4, 4, 1)), device=device, comm=comm)
+    loader = data.Loader(samples, 8, rank=comm.rank, size=comm.size, transfer=model.ops.uploader())
     loss = m.SoftmaxCrossEntropy(comm=comm)
     return Trainer(model, m.SGD(model, 0.1), loss, loader, schedule=lambda step: 0.1, epochs=1, output=folder)
 
@@ -33,9 +33,9 @@ def killed_in_the_midst(descriptor: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def main(out: Path, folder: Path, way: str) -> None:
-    comm = dist.init("cpu")
-    run = trainer(comm, folder)
+def main(out: Path, folder: Path, way: str, device: str) -> None:
+    comm = dist.init(device)
+    run = trainer(comm, folder, device)
     if way == "resume":
         run.resume(folder)
     else:
@@ -50,4 +50,4 @@ def main(out: Path, folder: Path, way: str) -> None:
     comm.close()
 
 
-main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+main(Path(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

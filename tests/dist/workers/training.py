@@ -1,8 +1,9 @@
-"""Trains a small network on this rank's shards: ``training.py OUT DEVICE GROUP_BYTES [PARTS [SLOTS [RECIPE]]]``.
+"""Trains a small network on this rank's shards, case by case: ``training.py OUT DEVICE CASE ...``.
 
-The network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of
-7 samples does not divide by any number of ranks but one. Steps cut into PARTS micro-batches have no batch norm, whose
-statistics are those of a micro-batch. With SLOTS, updates run within the backward pass.
+A case is ``group_bytes=N``, ``parts=N``, ``slots=N``, ``recipe=NAME``, with commas between them, or ``plain``. The
+network has what could depend on the number of ranks: synchronised batch norm, dropout, ignored labels; the batch of 7
+samples does not divide by any number of ranks but one. Steps cut into ``parts`` micro-batches have no batch norm, whose
+statistics are those of a micro-batch. With ``slots``, updates run within the backward pass.
 """
 
 from __future__ import annotations
@@ -59,8 +60,7 @@ def metrics(model, loader, comm):
     return [*top.read(), confusion.read().tolist()]
 
 
-def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 0, recipe: str = "sgd") -> None:
-    comm = dist.init(device)
+def train(comm, device: str, group_bytes: int = 0, parts: int = 0, slots: int = 0, recipe: str = "sgd") -> dict:
     graph = network(not parts, bias=recipe in ("sgd", "mixed", "waits"))
     model = m.Model(graph, device=device, comm=comm, seed=3, group_bytes=group_bytes)
     if recipe == "waits":
@@ -95,14 +95,21 @@ def main(out: Path, device: str, group_bytes: int, parts: int = 0, slots: int = 
     run._train = recorded
     row = run.fit()
     weights = np.concatenate([v.ravel() for _, v in sorted(model.state_dict().items())])
-    answer = {
-        "rank": comm.rank, "size": comm.size, "losses": losses, "weights": weights.tolist(),
-        "test": [row["test_loss"], row["test_accuracy"]], "top2": row["test_top2"],
-        "metrics": metrics(model, loaders[1], comm), "waiting": sum(bool(each.before) for each in model.arena.messages),
+    return {
+        "losses": losses, "weights": weights.tolist(), "test": [row["test_loss"], row["test_accuracy"]],
+        "top2": row["test_top2"], "metrics": metrics(model, loaders[1], comm),
+        "waiting": sum(bool(each.before) for each in model.arena.messages),
     }  # fmt: skip
+
+
+def main(out: Path, device: str, *cases: str) -> None:
+    comm, answer = dist.init(device), {}
+    for case in cases:
+        told = dict(pair.split("=") for pair in case.split(",") if case != "plain")
+        answer[case] = train(comm, device, **{key: int(v) if v.isdigit() else v for key, v in told.items()})
     (out / f"{comm.rank}.json").write_text(json.dumps(answer))
     comm.close()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:6]), *sys.argv[6:])
+    main(Path(sys.argv[1]), *sys.argv[2:])
