@@ -19,7 +19,6 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench_train import captured
 from minidl.backend import get_ops
 from minidl.cuda.launch import overlapping
 from minidl.precision import bfloat16
@@ -68,6 +67,8 @@ def ours(shape: tuple[int, ...], kernel: int) -> Callable[[], Any]:
 def theirs(shape: tuple[int, ...], kernel: int) -> tuple[float, float]:
     """PyTorch's (microseconds for an operation, spread)."""
     import torch
+
+    from benchmarks.torch_steps import captured
 
     torch.backends.cudnn.benchmark = True
     x, other = (torch.from_numpy(a).permute(0, 3, 1, 2).cuda().bfloat16() for a in arrays(shape, kernel))
