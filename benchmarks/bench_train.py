@@ -64,7 +64,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH[/PRECISION]")
     p.add_argument("--precision", nargs="+", default=["fp32"], help="of the cases that name none")
     p.add_argument("--arms", nargs="+", metavar="ARM", help="KIND[:PLAN]; default: all that apply")
-    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
+    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm, at least")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
     p.add_argument("--peers", nargs="*", choices=PEERS, help=f"of {', '.join(PEERS)}; default: all that apply")
     p.add_argument("--compile", action="store_true", help="only compile, on all cores")
@@ -235,7 +235,12 @@ def compared(ours: Ours, names: Sequence[str]) -> tuple[dict[str, list[float]], 
 
 
 def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int, steps: int) -> list[Row]:
-    """The rows of our arms, with PyTorch's beside: all of them in turns, in the orders of `balanced`."""
+    """The rows of our arms, with PyTorch's beside: all of them in turns, in all orders of `balanced`.
+
+    Args:
+        blocks: at least so many, of each.
+        steps: timed in each.
+    """
     setup = ours.setup
     losses, held = compared(ours, names)
     arms = {name: ours.arm(name) for name in names}
@@ -257,15 +262,17 @@ def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int
     tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
     hosts: dict[str, list[float]] = {arm: [] for arm in arms}
-    order, orders = list(arms), balanced(len(arms))
-    for block in range(blocks + 1):
-        for arm in (order[i] for i in orders[block % len(orders)]):
+    for step, prepare in arms.values():
+        prepare()
+        block_ms(step, CHECKED_STEPS, wait)
+    orders = balanced(len(arms))
+    for order in orders * -(-blocks // len(orders)):
+        for arm in (list(arms)[i] for i in order):
             step, prepare = arms[arm]
             prepare()
-            block_ms(step, BEFORE if block else CHECKED_STEPS, wait)
-            if block:
-                samples[arm].append(block_ms(step, steps, wait))
-                hosts[arm].append(host_ms(step, wait))
+            block_ms(step, BEFORE, wait)
+            samples[arm].append(block_ms(step, steps, wait))
+            hosts[arm].append(host_ms(step, wait))
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
     host = {arm: Timing(tuple(values)).ms for arm, values in hosts.items()}
     return [row(setup, name, timings, host, held, losses, peers) for name in names]
