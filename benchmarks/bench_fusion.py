@@ -31,8 +31,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import bench_train
-
+from benchmarks import bench_train
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench import warm

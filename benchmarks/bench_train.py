@@ -176,7 +176,7 @@ class Ours:
 
 def peer(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> tuple[Step, list[float], int]:
     """One step of PyTorch that computes what we do, the losses of its first ones, and the memory it holds."""
-    import torch_steps
+    from benchmarks import torch_steps
 
     clean(setup.device)
     before = used_bytes(setup.device)
@@ -316,15 +316,21 @@ def warmed(a: argparse.Namespace, setup: Setup) -> None:
         warm.compile_ahead(setup.graph(), setup.batch, setup.precision, plan or "none", warm.this_gpu())
 
 
+def _compile_peer(setup: Setup, mode: str) -> None:
+    from benchmarks import torch_steps
+
+    torch_steps.compile_ahead(setup, mode, data(setup))
+
+
 def compiled_ahead(a: argparse.Namespace) -> None:
     """Compile what all cases need: PyTorch's in processes of their own, ours beside them."""
-    import torch_steps
+    from benchmarks import torch_steps
 
     wanted = setups(a)
     modes = dict.fromkeys(mode for peer in a.peers if (mode := torch_steps.ARMS[peer]))
     with ProcessPoolExecutor(max(len(wanted), 1), multiprocessing.get_context("spawn")) as pool:
         jobs = {
-            pool.submit(torch_steps.compile_ahead, setup, mode, data(setup)): f"{setup.title} {setup.precision} {mode}"
+            pool.submit(_compile_peer, setup, mode): f"{setup.title} {setup.precision} {mode}"
             for mode in modes
             for setup in wanted
         }
