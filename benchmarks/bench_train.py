@@ -4,9 +4,8 @@
     python benchmarks/bench_train.py --device cuda --cases resnet50/256 unet/32 --precision bf16 tf32
     python benchmarks/bench_train.py --device cuda --cases resnet50/32 --arms compiled --peers torch-compile
 
-A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`), or
-serial, which is compiled with each kernel beginning when the last has ended; with a plan of batch-norm fusion after a
-colon: ``compiled:elementwise``. Both sides run the same layers from the same
+A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
+with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
 weights on the same resident batch, SGD with momentum and a scaled loss in fp16 included, and take turns in blocks of
 steps, so that drift of the machine meets all, and each follows each of the others; the first steps of a block are not
 timed, so that the clock is what the arm lets it be, and after each block one step is timed that finds the GPU idle,
@@ -39,7 +38,6 @@ from minidl import checks, models
 from minidl.bench import warm
 from minidl.bench.setup import Setup
 from minidl.compile import CompiledStep
-from minidl.cuda.launch import overlapping
 from minidl.fusion import Plan, fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
@@ -149,11 +147,11 @@ class Ours:
     def arm(self, name: str) -> tuple[Step, Callable[[], None]]:
         """(one step, what to do before a run of them)."""
         kind, _, how = name.partition(":")
-        step = {"eager": EagerStep, "compiled": CompiledStep, "serial": CompiledStep}[kind](*self.parts)
+        step = {"eager": EagerStep, "compiled": CompiledStep}[kind](*self.parts)
         plan = self.plan(how)
 
         def run() -> Any:
-            with overlapping(kind != "serial"), self._within(how):
+            with self._within(how):
                 return step(*self.batch)
 
         return run, lambda: fuse(self.model, plan)
