@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from minidl.bench.setup import Setup
+from minidl.bench.step import DECAY, LR, MOMENTUM
 from minidl.bench.torch_twin import TorchGraph, from_nhwc
 
 __all__ = ["ARMS", "WARM_UP", "captured", "compile_ahead", "first_steps", "step_of"]
@@ -33,7 +34,6 @@ ARMS = {
     "torch-autotune-graph": "max-autotune-no-cudagraphs",
 }
 WARM_UP = 4  # steps before a capture
-LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Step = Callable[[], Any]
