@@ -7,9 +7,9 @@
 A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
 with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
 weights on the same resident batch, SGD with momentum and a scaled loss in fp16 included, and take turns in blocks of
-steps, so that drift of the machine meets all, and each follows each of the others; the first steps of a block are not
-timed, so that the clock is what the arm lets it be, and after each block one step is timed that finds the GPU idle,
-until its call returns: the host's time.
+steps, so that drift of the machine meets all, and each follows each of the others; before a block steps run for a fifth
+of a second, until a GPU at its limit of power has the clock that the arm lets it have, and after it one step is timed
+that finds the GPU idle, until its call returns: the host's time.
 Losses are compared over the first steps, those of compiled arms with eager ones to the bit. `torch_steps.py` tells how
 PyTorch runs; 16 bits are autocast there, storage here. Bytes are the driver's: what a running arm holds, weights and
 kernels included, what its first steps only tried out excluded. --compile runs nothing, but leaves in the caches on disk
@@ -47,7 +47,7 @@ from minidl.profile.timing import Timing, balanced
 from minidl.step import EagerStep
 
 CHECKED_STEPS = 4  # a compiled step replays from the third on
-BEFORE = 2  # steps before a timed block
+SETTLE_S = 0.2  # of steps before a timed block
 STARTED = time.perf_counter()
 TOLERANCE = {"fp32": 1e-3}  # of losses, relative; else 3e-2
 OTHER_MASKS = 0.1  # where PyTorch drops other values than we do
@@ -195,6 +195,13 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
     return (time.perf_counter() - started) / steps * 1e3
 
 
+def settle(step: Step, wait: Callable[[], None]) -> None:
+    """Run steps for a while."""
+    until = time.perf_counter() + SETTLE_S
+    while time.perf_counter() < until:
+        block_ms(step, 1, wait)
+
+
 def host_ms(step: Step, wait: Callable[[], None]) -> float:
     """Until a step that finds the device idle returns: what the host takes to start all of its work."""
     wait()
@@ -270,7 +277,7 @@ def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int
         for arm in (list(arms)[i] for i in order):
             step, prepare = arms[arm]
             prepare()
-            block_ms(step, BEFORE, wait)
+            settle(step, wait)
             samples[arm].append(block_ms(step, steps, wait))
             hosts[arm].append(host_ms(step, wait))
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
@@ -316,10 +323,13 @@ def warmed(a: argparse.Namespace, setup: Setup) -> None:
         warm.compile_ahead(setup.graph(), setup.batch, setup.precision, plan or "none", warm.this_gpu())
 
 
-def _compile_peer(setup: Setup, mode: str) -> None:
+def _compile_peer(setup: Setup, mode: str, share: float) -> None:
     from benchmarks import torch_steps
 
-    torch_steps.compile_ahead(setup, mode, data(setup))
+    try:
+        torch_steps.compile_ahead(setup, mode, data(setup), share)
+    except Exception as error:  # the compiler's own cannot be sent to another process
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
 
 
 def compiled_ahead(a: argparse.Namespace) -> None:
@@ -330,7 +340,7 @@ def compiled_ahead(a: argparse.Namespace) -> None:
     modes = dict.fromkeys(mode for peer in a.peers if (mode := torch_steps.ARMS[peer]))
     with ProcessPoolExecutor(max(len(wanted), 1), multiprocessing.get_context("spawn")) as pool:
         jobs = {
-            pool.submit(_compile_peer, setup, mode): f"{setup.title} {setup.precision} {mode}"
+            pool.submit(_compile_peer, setup, mode, 0.9 / len(wanted)): f"{setup.title} {setup.precision} {mode}"
             for mode in modes
             for setup in wanted
         }

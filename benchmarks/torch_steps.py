@@ -103,8 +103,14 @@ def captured(step: Step) -> Step:
     return replay
 
 
-def compile_ahead(setup: Setup, mode: str, batch: Batch) -> None:
-    """Leave in the compiler's cache on disk what the arms of a mode of torch.compile need."""
+def compile_ahead(setup: Setup, mode: str, batch: Batch, share: float) -> None:
+    """Leave in the compiler's cache on disk what the arms of a mode of torch.compile need.
+
+    Args:
+        share: of the GPU's memory, that this process may take.
+    """
+    if setup.device == "cuda":
+        torch.cuda.set_per_process_memory_fraction(share)  # untried, cuDNN takes work space by the 100 GB where it can
     arm = next(arm for arm, its in ARMS.items() if its == mode)
     step_of(setup, arm, None, batch, search=False)()
     if setup.device == "cuda":
