@@ -4,43 +4,38 @@
     python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph --minutes 2 ...
 
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
-`steps` times captured training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
-(`adaptive`), with PyTorch beside; the first losses of all plans are compared. Convolutions decline to normalise what
-they read where a pass of its own should be faster, in the plan `bnff` too; in the arm `bnff-everywhere` none declines:
-that is what the literature's restructuring costs on these kernels. `pairs` tries all ways of two batch norms
-that share a convolution, and tells how far the measured plan is from the best (its regret). All three go by one tuning
-of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse --map` draws it).
-`convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each case, and a second
-call goes on where the first one ended; --minutes ends it between two cases; --compile runs nothing, but compiles what
-the same call without it will run.
+`steps` times compiled training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
+(`adaptive`), with PyTorch beside, as `bench_train.py` does; the first losses of all plans are compared. Convolutions
+decline to normalise what they read where a pass of its own should be faster, in the plan `bnff` too; in the arm
+`bnff-everywhere` none declines: that is what the literature's restructuring costs on these kernels. `pairs` tries all
+ways of two batch norms that share a convolution, and tells how far the measured plan is from the best (its regret).
+All three go by one tuning of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse
+--map` draws it). `convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each
+case, and a second call goes on where the first one ended; --minutes ends it between two cases; --compile runs nothing,
+but compiles what the same call without it will run.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import bench_train
-
+from benchmarks import bench_train
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench import warm
 from minidl.bench.setup import Setup
-from minidl.bench.step import TrainingStep
 from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
 from minidl.fusion.apply import machine_of
 from minidl.fusion.clock import BUDGET, DeviceClock
@@ -55,16 +50,12 @@ from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import load, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Timing, balanced
 
 Row = dict[str, Any]
-LOSSES = 3  # steps whose losses are compared
 STEPS = 5  # of a sample
-BEFORE = 2  # steps before a sample, until the clock is what the plan lets it be
 EVERYWHERE = "bnff-everywhere"
 ARMS = list(fusion.CHOICES)
 ARMS.insert(ARMS.index("bnff") + 1, EVERYWHERE)
-TOLERANCE = 2e-2  # of their losses, in 16 bits
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
 
 
@@ -228,51 +219,27 @@ def _pair(tuned: Tuned, piece: Any, one: Group, other: Group) -> Row:
 
 
 def steps(a: argparse.Namespace, case: str) -> list[Row]:
-    """A row for each plan."""
+    """A row for each plan: compiled steps, as training takes them."""
     setup = setup_of(a, case)
     _compile_steps(setup, a.arms)
     measured = tuned(a, case) if "adaptive" in a.arms else None
-    step = TrainingStep(setup.graph(), batch=setup.batch, device="cuda", precision=setup.precision)
-    forced = {"adaptive": measured.plan if measured else None, EVERYWHERE: "bnff"}
-    plans = {how: fusion.fuse(step.model, forced.get(how, how)) for how in a.arms}
-    start = step.model.state_dict(), step.optimizer.state_dict()
-    losses, replays = {}, {}
-    for how, plan in plans.items():
-        fusion.fuse(step.model, plan)
-        step.model.load_state_dict(start[0])
-        step.optimizer.load_state_dict(start[1])
-        with _kernels_of(how):
-            losses[how] = [float(step().loss) for _ in range(LOSSES)]
-            _clean()
-            replays[how] = step.capture(None, next(iter(replays.values()), None))  # in one room: they take turns
-    rivals = {arm: bench_train.theirs(setup, arm, start[0]) for arm in a.peers}
-
-    def wait() -> None:
-        ops.synchronize()
-        for replay in replays.values():
-            replay.stream.synchronize()
-        if rivals:
-            sys.modules["torch"].cuda.synchronize()
-
-    found = _in_turns(replays | rivals, wait, a.samples)
-    peers = {arm: found[arm].ms for arm in rivals}
-    rows = [{
-        "case": setup.title, "pass": "step", "dtype": setup.precision, "arm": how,
-        "ms": found[how].ms, "spread": found[how].spread, "floor_ms": None, "peers": peers,
-        "images_per_s": setup.batch / found[how].ms * 1e3, "losses": losses[how],
-        "agrees": bool(np.allclose(losses[how], losses[a.arms[0]], rtol=TOLERANCE)),
-        "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest,
-        "samples_ms": [round(ms, 4) for ms in found[how].samples_ms],
-        "tuning_s": measured.seconds if how == "adaptive" else None,
-    } for how in a.arms]  # fmt: skip
-    columns = ["plan", "ms", "spread", "images/s", *peers, "ways"]
+    named = {EVERYWHERE: "bnff"} | ({"adaptive": measured.plan} if measured else {})
+    ours = bench_train.Ours(setup, named, _kernels_of)
+    found = bench_train.in_turns(ours, [f"compiled:{how}" for how in a.arms], a.peers, a.samples, STEPS)
+    plans = {how: ours.plan(how) for how in a.arms}
+    rows = [
+        {**row, "arm": how, "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest}
+        | {"tuning_s": measured.seconds if measured and how == "adaptive" else None}
+        for how, row in zip(a.arms, found, strict=True)
+    ]
+    columns = ["plan", "ms", "spread", "images/s", "GB", *a.peers, "ways"]
     table = [
         [row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}", f"{row['images_per_s']:.0f}"]
-        + [f"{ms:.2f}" for ms in peers.values()]
+        + [f"{row['device_bytes'] / 1e9:.2f}", *(f"{ms:.2f}" for ms in row["peers"].values())]
         + [", ".join(f"{n} {way}" for way, n in row["ways"].items())]
         for row in rows
     ]
-    show(f"captured training steps, {setup.title}, {setup.precision}", columns, table)
+    show(f"compiled training steps, {setup.title}, {setup.precision}", columns, table)
     return rows
 
 
@@ -295,17 +262,6 @@ def _compile_steps(setup: Setup, arms: list[str]) -> None:
     if EVERYWHERE in arms:
         with _kernels_of(EVERYWHERE):
             warm.compile_ahead(setup.graph(), setup.batch, setup.precision, "bnff", warm.this_gpu())
-
-
-def _in_turns(everyone: dict[str, Callable[[], Any]], wait: Callable[[], None], samples: int) -> dict[str, Timing]:
-    """At least so many samples of each, in all of the orders of `balanced`."""
-    arms, orders = list(everyone), balanced(len(everyone))
-    taken: dict[str, list[float]] = {arm: [] for arm in arms}
-    for order in orders * -(-samples // len(orders)):
-        for arm in (arms[i] for i in order):
-            bench_train.block_ms(everyone[arm], BEFORE, wait)
-            taken[arm].append(bench_train.block_ms(everyone[arm], STEPS, wait))
-    return {arm: Timing(tuple(ms)) for arm, ms in taken.items()}
 
 
 # -- the map -----------------------------------------------------------------------------------------------------------
@@ -367,17 +323,9 @@ def main() -> None:
         print(f"{time.perf_counter() - started:.1f} s: {part} of {title}", flush=True)
         found = [{**row, "part": part} for row in PARTS[part](a, case)]
         rows = [row for row in rows if part != "convolutions" or row["part"] != part] + found
-        _clean()
+        bench_train.clean("cuda")
         if a.json:
             write(a.json, result("bench_fusion", rows))
-    wrong = [f"{row['case']} {row['arm']}: losses {row['losses']}" for row in rows if row.get("agrees") is False]
-    if wrong:
-        raise AssertionError(f"plans that compute something else: {'; '.join(wrong)}")
-
-
-def _clean() -> None:
-    gc.collect()
-    bench_train.clean("cuda")
 
 
 if __name__ == "__main__":

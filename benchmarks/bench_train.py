@@ -4,25 +4,28 @@
     python benchmarks/bench_train.py --device cuda --cases resnet50/256 unet/32 --precision bf16 tf32
     python benchmarks/bench_train.py --device cuda --cases resnet50/32 --arms compiled --peers torch-compile
 
-A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`), or
-serial, which is compiled with each kernel beginning when the last has ended; with a plan of batch-norm fusion after a
-colon: ``compiled:elementwise``. Both sides run the same layers from the same
-weights on the same resident batch, SGD with momentum included, and take turns in blocks of steps, so that drift of the
-machine meets all, and each follows each of the others; after each block one step is timed that finds the GPU idle,
-until its call returns: the host's time.
-Losses are compared over the first steps, those of compiled arms with eager ones to the bit. PyTorch runs channels_last:
-eager, and on a GPU also as a CUDA graph, compiled, and as the CUDA graph of what it compiled. bf16 is autocast there,
-storage here. Bytes are the driver's: what a running arm holds, weights and kernels included, what its first steps only
-tried out excluded.
+A case is MODEL/BATCH or MODEL/BATCH/PRECISION. Arms are ways of running ours: eager or compiled (`minidl.compile`),
+with a plan of batch-norm fusion after a colon: ``compiled:elementwise``. Both sides run the same layers from the same
+weights on the same resident batch, SGD with momentum and a scaled loss in fp16 included, and take turns in blocks of
+steps, so that drift of the machine meets all, and each follows each of the others; before a block steps run for a fifth
+of a second, until a GPU at its limit of power has the clock that the arm lets it have, and after it one step is timed
+that finds the GPU idle, until its call returns: the host's time.
+Losses are compared over the first steps, those of compiled arms with eager ones to the bit. `torch_steps.py` tells how
+PyTorch runs; 16 bits are autocast there, storage here. Bytes are the driver's: what a running arm holds, weights and
+kernels included, what its first steps only tried out excluded. --compile runs nothing, but leaves in the caches on disk
+what the same call without it compiles, ours and torch.compile's, all cases at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +37,23 @@ import minidl as m
 from minidl import checks, models
 from minidl.bench import warm
 from minidl.bench.setup import Setup
+from minidl.bench.step import DECAY, LR, MOMENTUM
 from minidl.compile import CompiledStep
-from minidl.cuda.launch import overlapping
-from minidl.fusion import fuse
+from minidl.fusion import Plan, fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Timing, balanced
 from minidl.step import EagerStep
 
-LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 CHECKED_STEPS = 4  # a compiled step replays from the third on
+SETTLE_S = 0.2  # of steps before a timed block
 STARTED = time.perf_counter()
 TOLERANCE = {"fp32": 1e-3}  # of losses, relative; else 3e-2
-PEERS = ("torch-eager", "torch-graph", "torch-compile", "torch-compile-graph")
+OTHER_MASKS = 0.1  # where PyTorch drops other values than we do
+PEERS = ("torch-eager", "torch-graph", "torch-compile", "torch-compile-graph", "torch-autotune-graph")
 
+Row = dict[str, Any]
 Step = Callable[[], Any]
 
 
@@ -58,15 +63,16 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", default=["resnet20/32"], metavar="MODEL/BATCH[/PRECISION]")
     p.add_argument("--precision", nargs="+", default=["fp32"], help="of the cases that name none")
     p.add_argument("--arms", nargs="+", metavar="ARM", help="KIND[:PLAN]; default: all that apply")
-    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm")
+    p.add_argument("--blocks", type=int, default=12, help="timed blocks of steps of each arm, at least")
     p.add_argument("--steps", type=int, default=5, help="steps in a block")
     p.add_argument("--peers", nargs="*", choices=PEERS, help=f"of {', '.join(PEERS)}; default: all that apply")
+    p.add_argument("--compile", action="store_true", help="only compile, on all cores")
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     checks.at_least("bench_train", "--blocks", a.blocks, 2)
     gpu = a.device == "cuda"
     if a.peers is None:
-        a.peers = list(PEERS) if gpu else ["torch-eager"]
+        a.peers = list(PEERS[:-1]) if gpu else ["torch-eager"]
     if a.arms is None:
         a.arms = ["eager", "compiled", "compiled:elementwise"] if gpu else ["eager", "eager:elementwise"]
     return a
@@ -113,28 +119,44 @@ def clean(device: str) -> None:
 
 
 class Ours:
-    """Our network. Its arms take turns on one model: the weights and modes are set before each."""
+    """Our network. Its arms take turns on one model: the weights and modes are set before each.
 
-    def __init__(self, setup: Setup):
-        self.device = setup.device
-        clean(self.device)
-        self.used_before = used_bytes(self.device)
+    Args:
+        plans: what `fuse` takes for plans of these names; others are known to it.
+        within: the context in which steps by a plan of some name run.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        plans: Mapping[str, str | Plan] | None = None,
+        within: Callable[[str], AbstractContextManager[None]] = lambda plan: nullcontext(),
+    ):
+        self.setup, self._plans, self._within = setup, plans or {}, within
+        self.tolerance = TOLERANCE.get(setup.precision, 3e-2)
+        clean(setup.device)
+        self.used_before = used_bytes(setup.device)
         self.model = m.Model(setup.graph(), device=setup.device, precision=setup.precision)
         self.parts = self.model, m.SGD(self.model, LR, MOMENTUM, DECAY), m.SoftmaxCrossEntropy()
         images, labels = data(setup)
         self.batch = [self.model.ops.from_host(a) for a in (images.astype(self.model.precision.storage), labels)]
         self.start = self.model.state_dict(), self.parts[1].state_dict()
 
+    def plan(self, name: str) -> Plan:
+        """The fusion plan of this name, which the model then follows."""
+        return fuse(self.model, self._plans.get(name, name or "none"), batch=self.setup.batch)
+
     def arm(self, name: str) -> tuple[Step, Callable[[], None]]:
         """(one step, what to do before a run of them)."""
-        kind, _, plan = name.partition(":")
-        step = {"eager": EagerStep, "compiled": CompiledStep, "serial": CompiledStep}[kind](*self.parts)
+        kind, _, how = name.partition(":")
+        step = {"eager": EagerStep, "compiled": CompiledStep}[kind](*self.parts)
+        plan = self.plan(how)
 
         def run() -> Any:
-            with overlapping(kind != "serial"):
+            with self._within(how):
                 return step(*self.batch)
 
-        return run, lambda: fuse(self.model, plan or "none")
+        return run, lambda: fuse(self.model, plan)
 
     def first_losses(self, name: str) -> tuple[list[float], int]:
         """Losses of an arm's first steps from the starting weights, and the memory that it holds from then on."""
@@ -142,77 +164,26 @@ class Ours:
         self.parts[1].load_state_dict(self.start[1])
         self.model.random.step = 0  # what is dropped is a function of the step
         self.model.ops.synchronize()
-        clean(self.device)
+        clean(self.setup.device)
         step, prepare = self.arm(name)
         prepare()
         losses = [step().loss for _ in range(CHECKED_STEPS)]
         self.model.ops.synchronize()
-        clean(self.device)
+        clean(self.setup.device)
         step()
-        return losses, used_bytes(self.device) - self.used_before
+        return losses, used_bytes(self.setup.device) - self.used_before
 
 
-def theirs(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> Step:
-    """One step of PyTorch, returning the loss tensor."""
-    import torch
+def peer(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> tuple[Step, list[float], int]:
+    """One step of PyTorch that computes what we do, the losses of its first ones, and the memory it holds."""
+    from benchmarks import torch_steps
 
-    from minidl.bench.torch_peer import TorchGraph, from_nhwc
-
-    mode, device = setup.precision, setup.device
-    torch.backends.cudnn.benchmark = True
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
-    peer = TorchGraph(setup.graph()).load(state).to(device)
-    network, replayed = torch.compile(peer) if "compile" in arm else peer, arm.endswith("graph")
-    optimizer = torch.optim.SGD(peer.parameters(), LR, MOMENTUM, weight_decay=DECAY)
-    images, labels = data(setup)
-    x, t = from_nhwc(images, device), torch.from_numpy(labels).long().to(device)
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(mode)
-
-    def step() -> Any:
-        optimizer.zero_grad(set_to_none=not replayed)
-        with torch.autocast(device, dtype=half or torch.bfloat16, enabled=half is not None):
-            loss = torch.nn.functional.cross_entropy(network(x), t)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    return captured(step) if replayed else step
-
-
-def captured(step: Step) -> Step:
-    """``step`` as a CUDA graph."""
-    import torch
-
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(CHECKED_STEPS):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    whole = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(whole):
-        loss = step()
-
-    def replay(inputs: Step = step) -> Any:  # the graph reads its inputs' memory: who replays it keeps them alive
-        whole.replay()
-        return loss
-
-    return replay
-
-
-def peer(setup: Setup, arm: str, state: dict[str, np.ndarray], expected: list[float]) -> tuple[Step, int]:
-    """One step of PyTorch that computes what we do, and the memory it holds."""
     clean(setup.device)
     before = used_bytes(setup.device)
-    step = theirs(setup, arm, state)
-    # The capture has taken steps already.
-    losses = [float(step()) for _ in range(CHECKED_STEPS)] if not arm.endswith("graph") else expected
-    if not np.allclose(losses, expected, rtol=TOLERANCE.get(setup.precision, 3e-2)):
-        raise AssertionError(f"{arm} computes something else: losses {losses}, ours {expected}")
+    step, losses = torch_steps.first_steps(torch_steps.step_of(setup, arm, state, data(setup)), arm)
     clean(setup.device)
     step()
-    return step, used_bytes(setup.device) - before
+    return step, losses, used_bytes(setup.device) - before
 
 
 def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
@@ -222,6 +193,13 @@ def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
         step()
     wait()
     return (time.perf_counter() - started) / steps * 1e3
+
+
+def settle(step: Step, wait: Callable[[], None]) -> None:
+    """Run steps for a while."""
+    until = time.perf_counter() + SETTLE_S
+    while time.perf_counter() < until:
+        block_ms(step, 1, wait)
 
 
 def host_ms(step: Step, wait: Callable[[], None]) -> float:
@@ -239,61 +217,83 @@ def tell(text: str) -> None:
     print(f"{time.perf_counter() - STARTED:6.1f} s: {text}", file=sys.stderr, flush=True)
 
 
-def compared(ours: Ours, names: list[str], mode: str) -> tuple[list[float], dict[str, int]]:
+def check(name: str, losses: list[float], expected: list[float], tolerance: float) -> None:
+    """That an arm computes what the first one does.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    if not np.allclose(losses, expected, rtol=tolerance):
+        raise AssertionError(f"{name} computes something else: losses {losses}, expected {expected}")
+
+
+def compared(ours: Ours, names: Sequence[str]) -> tuple[dict[str, list[float]], dict[str, int]]:
     """(the first losses of our arms, which agree; the memory that each holds)."""
-    found: dict[str, list[float]] = {}
-    held = {}
+    by_plan: dict[str, list[float]] = {}
+    found, held = {}, {}
     for name in names:
         tell(f"first steps, {name}")
-        losses, held[name] = ours.first_losses(name)
-        plan = name.partition(":")[2]
-        if found.setdefault(plan, losses) != losses:
-            raise AssertionError(f"{name} has not the bits of the arm before: {losses}, expected {found[plan]}")
-        if not np.allclose(losses, next(iter(found.values())), rtol=TOLERANCE.get(mode, 3e-2)):
-            raise AssertionError(f"{name} computes something else: {found}")
-    return next(iter(found.values())), held
+        found[name], held[name] = ours.first_losses(name)
+        first = by_plan.setdefault(name.partition(":")[2], found[name])
+        if first != found[name]:
+            raise AssertionError(f"{name} has not the bits of the arm before: {found[name]}, expected {first}")
+        check(name, found[name], next(iter(found.values())), ours.tolerance)
+    return found, held
 
 
-def measure(a: argparse.Namespace, setup: Setup) -> list[dict[str, Any]]:
-    """The rows of one case, an arm each."""
-    tell(f"{setup.title} {setup.precision}")
-    for plan in dict.fromkeys(name.partition(":")[2] for name in a.arms if a.device == "cuda"):
-        warm.compile_ahead(setup.graph(), setup.batch, setup.precision, plan or "none", warm.this_gpu())
-    ours = Ours(setup)
-    losses, held = compared(ours, a.arms, setup.precision)
-    arms = {name: ours.arm(name) for name in a.arms}
-    for name in a.peers:
+def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int, steps: int) -> list[Row]:
+    """The rows of our arms, with PyTorch's beside: all of them in turns, in all orders of `balanced`.
+
+    Args:
+        blocks: at least so many, of each.
+        steps: timed in each.
+    """
+    setup, draws = ours.setup, any(isinstance(layer, (m.Dropout, m.StochasticDepth)) for layer in ours.model.layers)
+    losses, held = compared(ours, names)
+    arms = {name: ours.arm(name) for name in names}
+    if peers:
+        import torch
+
+        torch._dynamo.reset()  # what other cases compiled counts toward its limit
+    for name in peers:
         tell(f"first steps, {name}")
-        step, held[name] = peer(setup, name, ours.start[0], losses)
+        step, losses[name], held[name] = peer(setup, name, ours.start[0])
+        check(name, losses[name], losses[names[0]], OTHER_MASKS if draws else ours.tolerance)
         arms[name] = step, lambda: None
 
     def wait() -> None:
         ours.model.ops.synchronize()
-        if a.device == "cuda" and a.peers:
-            import torch
-
+        if setup.device == "cuda" and peers:
             torch.cuda.synchronize()
 
     tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
     hosts: dict[str, list[float]] = {arm: [] for arm in arms}
-    names, orders = list(arms), balanced(len(arms))
-    for block in range(a.blocks + 1):
-        for arm in (names[i] for i in orders[block % len(orders)]):
+    for step, prepare in arms.values():
+        prepare()
+        block_ms(step, CHECKED_STEPS, wait)
+    orders = balanced(len(arms))
+    for order in orders * -(-blocks // len(orders)):
+        for arm in (list(arms)[i] for i in order):
             step, prepare = arms[arm]
             prepare()
-            ms = block_ms(step, a.steps if block else CHECKED_STEPS, wait)
-            if block:
-                samples[arm].append(ms)
-                hosts[arm].append(host_ms(step, wait))
+            settle(step, wait)
+            samples[arm].append(block_ms(step, steps, wait))
+            hosts[arm].append(host_ms(step, wait))
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
     host = {arm: Timing(tuple(values)).ms for arm, values in hosts.items()}
-    return [row(setup, name, timings, host, held, a.peers) for name in a.arms]
+    return [row(setup, name, timings, host, held, losses, peers) for name in names]
 
 
 def row(
-    setup: Setup, name: str, timings: dict[str, Timing], host: dict[str, float], held: dict[str, int], peers: list[str]
-) -> dict[str, Any]:
+    setup: Setup,
+    name: str,
+    timings: dict[str, Timing],
+    host: dict[str, float],
+    held: dict[str, int],
+    losses: dict[str, list[float]],
+    peers: Sequence[str],
+) -> Row:
     mine = timings[name]
     gpu = setup.device == "cuda"
     return {
@@ -312,14 +312,60 @@ def row(
         "peer_host_ms": {peer: host[peer] for peer in peers} if gpu else {},
         "device_bytes": held[name] if gpu else None,
         "peer_device_bytes": {peer: held[peer] for peer in peers} if gpu else {},
+        "losses": losses[name],
+        "peer_losses": {peer: losses[peer] for peer in peers},
     }
+
+
+def warmed(a: argparse.Namespace, setup: Setup) -> None:
+    """Compile the kernels of our arms of a case."""
+    for plan in dict.fromkeys(name.partition(":")[2] for name in a.arms if a.device == "cuda"):
+        warm.compile_ahead(setup.graph(), setup.batch, setup.precision, plan or "none", warm.this_gpu())
+
+
+def _compile_peer(setup: Setup, mode: str, share: float) -> None:
+    from benchmarks import torch_steps
+
+    try:
+        torch_steps.compile_ahead(setup, mode, data(setup), share)
+    except Exception as error:  # the compiler's own cannot be sent to another process
+        raise RuntimeError(f"{type(error).__name__}: {error}") from None
+
+
+def compiled_ahead(a: argparse.Namespace) -> None:
+    """Compile what all cases need: PyTorch's in processes of their own, ours beside them."""
+    from benchmarks import torch_steps
+
+    wanted = setups(a)
+    modes = dict.fromkeys(mode for peer in a.peers if (mode := torch_steps.ARMS[peer]))
+    with ProcessPoolExecutor(max(len(wanted), 1), multiprocessing.get_context("spawn")) as pool:
+        jobs = {
+            pool.submit(_compile_peer, setup, mode, 0.9 / len(wanted)): f"{setup.title} {setup.precision} {mode}"
+            for mode in modes
+            for setup in wanted
+        }
+        for job, title in jobs.items():
+            job.add_done_callback(lambda job, title=title: tell(f"torch.compile: {title}: {job.exception() or 'done'}"))
+        for setup in wanted:
+            warmed(a, setup)
+            tell(f"kernels of {setup.title} {setup.precision}")
 
 
 def main() -> None:
     a = arguments()
-    rows = []
+    if a.compile:
+        compiled_ahead(a)
+        return
+    rows, failed = [], []
     for setup in setups(a):
-        found = measure(a, setup)
+        tell(f"{setup.title} {setup.precision}")
+        try:
+            warmed(a, setup)
+            found = in_turns(Ours(setup), a.arms, a.peers, a.blocks, a.steps)
+        except (AssertionError, MemoryError, RuntimeError) as error:  # the other cases may do
+            failed.append(f"{setup.title} {setup.precision}: {type(error).__name__}: {error}")
+            tell(failed[-1])
+            continue
         rows += found
         figures = ", ".join(f"{row['arm']} {row['ms']:.2f} ms" for row in found)
         print(f"{setup.title} {setup.precision}: {figures}", flush=True)
@@ -336,6 +382,8 @@ def main() -> None:
         for row in rows
     ]
     show("training step, milliseconds (peers: milliseconds, and the host's)", columns, table)
+    if failed:
+        raise SystemExit("\n".join(failed))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ _PEERS = {
     "torch-graph": "PyTorch as a CUDA graph",
     "torch-compile": "PyTorch, compiled",
     "torch-compile-graph": "PyTorch, compiled, as a CUDA graph",
+    "torch-autotune-graph": "PyTorch, compiled with autotuning, as a CUDA graph",
     "torch-ddp": "PyTorch's DDP",
     "torch-ddp-graph": "PyTorch's DDP as a CUDA graph",
     "torch-ddp-compile": "PyTorch's DDP, compiled",
@@ -56,8 +57,12 @@ def _operations() -> list[Row]:
 
 def _peer(row: Row) -> tuple[str, float]:
     """The fastest peer, or the one that alone does the same work: its name, its milliseconds."""
-    name, ms = min(row["peers"].items(), key=lambda item: (item[0] != row.get("beside"), item[1]))
-    return _PEERS.get(name, name), ms
+    name = _fastest(row)
+    return _PEERS.get(name, name), row["peers"][name]
+
+
+def _fastest(row: Row) -> str:
+    return min(row["peers"], key=lambda name: (name != row.get("beside"), row["peers"][name]))
 
 
 # -- one table of all -------------------------------------------------------------------------------------------------
@@ -130,15 +135,20 @@ def _all_operations() -> Iterator[tuple]:
 
 
 def training() -> str:
-    """Whole steps beside PyTorch, worst ratio first."""
+    """Whole steps beside PyTorch in each of its ways, worst ratio to its fastest first; and the memory of both."""
+    steps = _steps("bench_train")
+    peers = [peer for peer in _PEERS if any(peer in row["peers"] for _, _, row in steps)]
     rows = []
-    for speed, machine, row in _steps("bench_train"):
-        peer, ms = _peer(row)
-        figures = [f"{row['ms']:.1f}", f"{ms:.1f} ({peer})", f"{speed:.2f}"]
+    for speed, machine, row in steps:
+        theirs = [f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "" for peer in peers]
+        held = row.get("device_bytes"), row.get("peer_device_bytes", {}).get(_fastest(row))
+        gigabytes = [f"{number / 1e9:.1f}" if number else "" for number in held]
+        figures = [f"{row['ms']:.1f}", *theirs, f"{speed:.2f}", *gigabytes]
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
-    head = ["training step", "machine", "dtype", "way", "minidl ms", "PyTorch ms", "speed against PyTorch"]
-    steps, hosts = table(head, rows, words=range(4)), _hosts()
-    return f"{steps}\n\n{hosts}" if hosts else steps
+    head = ["training step", "machine", "dtype", "way", "minidl ms", *map(_PEERS.get, peers)]
+    head += ["speed against the fastest", "GB", "of the fastest"]
+    whole, hosts = table(head, rows, words=range(4)), _hosts()
+    return f"{whole}\n\n{hosts}" if hosts else whole
 
 
 def _hosts() -> str:
