@@ -38,6 +38,23 @@ struct Normal {
     }
 };
 
+// The logistic function of x, and the slope of its product with x. Without what it lacks of one the slope errs by |x| 2^-23,
+// which 16-bit types do not see, and takes three instructions less.
+struct Swish {
+    float of, slope;
+
+    __device__ __forceinline__ explicit Swish(float x) {
+        if constexpr (sizeof(T) == 2) {
+            of = logistic(x);
+            slope = fmaf(of, fmaf(-x, of, x), of);
+        } else {
+            const Logistic at(x);
+            of = at.of;
+            slope = at.of * fmaf(x, at.rest, 1.0f);
+        }
+    }
+};
+
 // Each: value(x, a), and gradient(dy, kept, a), a being the slope of leaky_relu; kept is the output where KEEPS_OUTPUT, else
 // the input. What a ReLU cuts off is dropped, not multiplied.
 struct relu {
@@ -68,10 +85,7 @@ struct tanh_ {
 struct silu {
     static constexpr bool KEEPS_OUTPUT = false;
     DEVICE float value(float x, float) { return x * logistic(x); }
-    DEVICE float gradient(float dy, float x, float) {
-        const Logistic at(x);
-        return dy * at.of * fmaf(x, at.rest, 1.0f);
-    }
+    DEVICE float gradient(float dy, float x, float) { return dy * Swish(x).slope; }
 };
 struct gelu {
     static constexpr bool KEEPS_OUTPUT = false;
