@@ -107,4 +107,5 @@ def pooled_norms(dtype: str) -> Iterator[Case]:
     yield case(name, "backward_weight", width * (2 * size + out),
                lambda *a: ops.batch_norm_max_tiles_backward_stats(*a, **kernel), both)  # fmt: skip
     yield case(name, "backward_data", width * (3 * size + out),
-               lambda *a: ops.batch_norm_max_tiles_backward_apply(*a, **kernel), lambda: [*both(), *known(64)])  # fmt: skip
+               lambda *a: ops.batch_norm_max_tiles_backward_apply(*a, **kernel),
+               lambda: [*both(), *known(64)])  # fmt: skip
