@@ -38,26 +38,25 @@ struct Tiling {
     int dy_pitch;
 };
 
-// One tile: where its pixels and its window are.
+// One tile: where its pixels and its window are; in place of those that do not exist their nearest neighbours, for loads
+// behind branches would wait for those before.
 struct Tile {
-    int h, w, height, width;
-    i64 image;   // pixels before the image
-    i64 window;  // its number
+    i64 first, window;          // pixel and window, among all
+    int width, below, right;    // pixels of a line; of the tile below and to the right of the first
     bool counts;
 
-    __device__ __forceinline__ Tile(const Tiling& t, int number) : height(t.height), width(t.width) {
+    __device__ __forceinline__ Tile(const Tiling& t, int number) : width(t.width) {
         const int line = u32(number) / u32(t.across), q = number - line * t.across;
         const int n = u32(line) / u32(t.down), p = line - n * t.down;
-        h = p * KERNEL_H, w = q * KERNEL_W;
-        image = i64(n) * height * width;
-        window = (i64(n) * t.out_h + p) * t.out_w + q;
+        below = t.height - 1 - p * KERNEL_H, right = width - 1 - q * KERNEL_W;
+        first = (i64(n) * t.height + p * KERNEL_H) * width + q * KERNEL_W;
         counts = p < t.out_h && q < t.out_w;
+        window = (i64(n) * t.out_h + min(p, t.out_h - 1)) * t.out_w + min(q, t.out_w - 1);
     }
-    __device__ __forceinline__ bool inside(int i) const {
-        return h + i / KERNEL_W < height && w + i % KERNEL_W < width;
-    }
-    __device__ __forceinline__ i64 pixel(int i) const {
-        return image + i64(h + i / KERNEL_W) * width + (w + i % KERNEL_W);
+    __device__ __forceinline__ bool inside(int i) const { return i / KERNEL_W <= below && i % KERNEL_W <= right; }
+    // Elements from the first pixel of an array to the i-th of the tile.
+    __device__ __forceinline__ i64 place(int i, int pitch) const {
+        return first * pitch + i64(min(i / KERNEL_W, below) * width + min(i % KERNEL_W, right)) * pitch;
     }
 };
 
@@ -68,11 +67,10 @@ DEVICE Lanes lanes_of(u32 word) {
     return all;
 }
 
-// Loads the pixels of a tile; those off the image stay as they are.
+// Loads the pixels of a tile.
 DEVICE void load_tile(const T* __restrict__ x, int pitch, int channel, const Tile& tile, Lanes (&raw)[PIXELS]) {
 #pragma unroll
-    for (int i = 0; i < PIXELS; ++i)
-        if (tile.inside(i)) raw[i] = load_raw<VEC>(x + tile.pixel(i) * pitch + channel);
+    for (int i = 0; i < PIXELS; ++i) raw[i] = load_raw<VEC>(x + tile.place(i, pitch) + channel);
 }
 
 // What the ReLU makes of a tile, the lowest number off the image, and the largest of that.
@@ -80,9 +78,12 @@ DEVICE Lanes rectify(const Normalizer& normalized, const Tile& tile, const Lanes
     Lanes largest = lanes_of(LOWEST);
 #pragma unroll
     for (int i = 0; i < PIXELS; ++i) {
-        y[i] = tile.inside(i) ? normalized(raw[i]) : lanes_of(LOWEST);
+        y[i] = normalized(raw[i]);
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) largest.pairs[j] = lane_max(largest.pairs[j], y[i].pairs[j]);
+        for (int j = 0; j < WORDS; ++j) {
+            y[i].pairs[j] = tile.inside(i) ? y[i].pairs[j] : LOWEST;
+            largest.pairs[j] = lane_max(largest.pairs[j], y[i].pairs[j]);
+        }
     }
     return largest;
 }
@@ -105,7 +106,7 @@ batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ m
         const Lanes largest = rectify(normalized, tile, raw, values);
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i)
-            if (tile.inside(i)) store_raw<VEC>(y + tile.pixel(i) * cut.pitch[1] + at.channel, values[i]);
+            if (tile.inside(i)) store_raw<VEC>(y + tile.place(i, cut.pitch[1]) + at.channel, values[i]);
         if (tile.counts) store_raw<VEC>(pooled + tile.window * cut.channels + at.channel, largest);
     }
 }
@@ -113,7 +114,7 @@ batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ m
 #else
 
 // Without a packed comparison (bfloat16 before Hopper) two blocks would spill.
-constexpr int RESIDENT = DTYPE == 1 && __CUDA_ARCH__ < 900 ? 1 : 2;
+constexpr int RESIDENT = VEC * sizeof(T) < 16 ? 3 : 2;
 
 // A tile on the way back: what was read of x, and the gradient of the batch norm's output. Pitches: of x, add.
 struct Gradients {
@@ -122,29 +123,23 @@ struct Gradients {
     __device__ __forceinline__ Gradients(const Normalizer& normalized, const Tile& tile, const Tiling& tiling,
                                          const Chunks& cut, int channel, const T* __restrict__ dy,
                                          const T* __restrict__ x, const T* __restrict__ add) {
-        Lanes more[PIXELS], y[PIXELS], share = lanes_of(0);
+        Lanes more[PIXELS], y[PIXELS];
         load_tile(x, cut.pitch[0], channel, tile, raw);
         if (ADD) load_tile(add, cut.pitch[1], channel, tile, more);
-        if (tile.counts) share = load_raw<VEC>(dy + tile.window * tiling.dy_pitch + channel);
+        Lanes share = load_raw<VEC>(dy + tile.window * tiling.dy_pitch + channel);
         const Lanes largest = rectify(normalized, tile, raw, y);
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) share.pairs[j] = tile.counts ? share.pairs[j] : 0;
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
 #pragma unroll
             for (int j = 0; j < WORDS; ++j) {
                 const u32 mine = lane_equal(y[i].pairs[j], largest.pairs[j]);
-                g[i].pairs[j] = share.pairs[j] & mine;
+                u32 gradient = share.pairs[j] & mine;
                 share.pairs[j] &= ~mine;  // nothing is left for another of equal ones
+                if (ADD) gradient = lane_add(gradient, more[i].pairs[j]);
+                g[i].pairs[j] = gradient & lane_greater(y[i].pairs[j], 0);
             }
-            if (ADD) {
-                float sum[VEC], other[VEC];
-                unpack(g[i], sum);
-                unpack(more[i], other);
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) sum[e] += other[e];
-                g[i] = pack<T>(sum);
-            }
-#pragma unroll
-            for (int j = 0; j < WORDS; ++j) g[i].pairs[j] &= lane_greater(y[i].pairs[j], 0);
         }
     }
 };
@@ -167,9 +162,8 @@ batch_norm_max_tiles_backward_stats_kernel(const T* __restrict__ dy, const T* __
             const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
 #pragma unroll
             for (int i = 0; i < PIXELS; ++i) {
-                if (!tile.inside(i)) continue;
                 float g[VEC], v[VEC];
-                unpack(found.g[i], g);
+                unpack(found.g[i], g);  // zeros off the image
                 unpack(found.raw[i], v);
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) {
@@ -201,7 +195,6 @@ batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __
         const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
-            if (!tile.inside(i)) continue;
             float g[VEC], v[VEC];
             unpack(found.g[i], g);
             unpack(found.raw[i], v);
@@ -210,7 +203,7 @@ batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __
                 if (BATCH) g[e] -= fmaf(v[e] - normalized.mean[e], slope[e], level[e]);
                 g[e] = fmaf(g[e], normalized.scale[e], 0.0f);  // no negative zeros
             }
-            store(dx + tile.pixel(i) * cut.channels + at.channel, g);
+            if (tile.inside(i)) store(dx + tile.place(i, cut.channels) + at.channel, g);
         }
     }
 }

@@ -14,11 +14,13 @@ from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import PAIR_BLOCKS, TARGET_BLOCKS, Chunks, batch_norm_backward_sums, cut_rows
-from minidl.cuda.rows import dtype_code, rows, vector_width, vectors
+from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, vectors
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
 __all__ = ["batch_norm_max_tiles", "batch_norm_max_tiles_backward_apply", "batch_norm_max_tiles_backward_stats"]
+
+BYTES = 16  # of a vector, backward: a thread has those of two arrays and of a tile in flight, beside its parameters
 
 _SIZES = ("down", "across", "height", "width", "out_h", "out_w", "dy_pitch")
 _TILING = np.dtype([(name, np.int32) for name in _SIZES])
@@ -36,7 +38,7 @@ def batch_norm_max_tiles(
     pooled = empty((n, *sizes, channels), x.dtype)
     norm = moments, gamma, beta
     vec = _vector_width(x, y, pooled, *norm)
-    cut, tiling = _plan(x, pooled, kernel, vec, rows(y)[2], TARGET_BLOCKS)
+    cut, tiling = _plan(x, pooled, kernel, vec, rows(y)[2])
     _start("", x, (x, *norm, y, pooled), vec, kernel, cut, tiling, FORWARD=1)
     return y, pooled
 
@@ -53,8 +55,8 @@ def batch_norm_max_tiles_backward_stats(
     """
     dy, x, add = as_rows(dy), as_rows(x), add if add is None else as_rows(add)
     norm = moments, gamma, beta
-    vec = _vector_width(dy, x, add, *norm)
-    cut, tiling = _plan(x, dy, kernel, vec, 0 if add is None else rows(add)[2], PAIR_BLOCKS)
+    vec = min(_vector_width(dy, x, add, *norm), BYTES // x.itemsize)
+    cut, tiling = _plan(x, dy, kernel, vec, 0 if add is None else rows(add)[2], BYTES)
     parts = empty((cut.chunks, 2, x.shape[-1]), float32)
     args = dy, add, x, *norm, parts
     _start("_backward_stats", x, args, vec, kernel, cut, tiling, STATS=1, ADD=int(add is not None))
@@ -68,8 +70,8 @@ def batch_norm_max_tiles_backward_apply(
     dy, x, add = as_rows(dy), as_rows(x), add if add is None else as_rows(add)
     dx = empty(x.shape, x.dtype)
     norm = moments, gamma, beta
-    vec = _vector_width(dy, x, add, dx, *norm, sums)
-    cut, tiling = _plan(x, dy, kernel, vec, 0 if add is None else rows(add)[2], PAIR_BLOCKS)
+    vec = min(_vector_width(dy, x, add, dx, *norm, sums), BYTES // x.itemsize)
+    cut, tiling = _plan(x, dy, kernel, vec, 0 if add is None else rows(add)[2], BYTES)
     defines = {"APPLY": 1, "ADD": int(add is not None), "BATCH": int(sums is not None)}
     _start("_backward_apply", x, (dy, add, x, *norm, sums, count, dx), vec, kernel, cut, tiling, **defines)
     return dx
@@ -86,13 +88,15 @@ def _vector_width(first: Any, *arrays: Any) -> int:
     return vector_width(*given)
 
 
-def _plan(x: Any, pooled: Any, kernel: Pair, vec: int, pitch: int, blocks: int) -> tuple[Chunks, np.ndarray]:
+def _plan(x: Any, pooled: Any, kernel: Pair, vec: int, pitch: int, access: int = 0) -> tuple[Chunks, np.ndarray]:
     """Tiles in chunks, and how they lie; ``pitch``: of the second array like x."""
     n, height, width, channels = x.shape
     assert pooled.shape[0] == n and pooled.shape[-1] == channels, (pooled.shape, x.shape)
     down, across = ceil_div(height, kernel[0]), ceil_div(width, kernel[1])
     sizes = down, across, height, width, *pooled.shape[1:3], rows(pooled)[2]
-    cut = cut_rows(n * down * across, channels, x.itemsize, vec, rows(x)[2], pitch, 0, blocks)
+    blocks = PAIR_BLOCKS if access == ACCESS else TARGET_BLOCKS
+    itemsize = x.itemsize * ACCESS // (access or ACCESS)
+    cut = cut_rows(n * down * across, channels, itemsize, vec, rows(x)[2], pitch, 0, blocks)
     return cut, np.array([sizes], _TILING)
 
 
