@@ -58,7 +58,8 @@ class Parts:
     def _merge(self, kernel: str, known: int, *args: Any) -> None:
         sizes, summed = ints(known, self.rows, self.chunk_rows), int(self.squares is None)
         operands = self.first, self.squares, *args, *sizes
-        merge_lanes("batch_norm_merge", kernel, len(self.first), known + self.channels, *operands, SUMS=summed)
+        channels, how = known + self.channels, {"known": known, "SUMS": summed}
+        merge_lanes("batch_norm_merge", kernel, len(self.first), channels, *operands, **how)
 
 
 class Joined:
