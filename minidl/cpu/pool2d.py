@@ -144,9 +144,7 @@ def batch_norm_max_tiles_backward_apply(
     return batch_norm_activate_backward_apply(gradient, *norm, sums, count)
 
 
-def _untiled(
-    dy: Array, add: Array | None, x: Array, moments: Array, gamma: Array, beta: Array, kernel: Pair
-) -> Array:
+def _untiled(dy: Array, add: Array | None, x: Array, moments: Array, gamma: Array, beta: Array, kernel: Pair) -> Array:
     """The gradient of a ReLU's output that is pooled in tiles and read elsewhere."""
     y = batch_norm_apply(x, moments, gamma, beta, relu=True)
     ceil_mode = dy.shape[1] * kernel[0] > x.shape[1] or dy.shape[2] * kernel[1] > x.shape[2]

@@ -31,9 +31,7 @@ def shares_of(chunks: int, groups: int) -> int:
     return shares
 
 
-def merge_lanes(
-    stem: str, kernel: str, chunks: int, channels: int, *args: Any, known: int = 0, **defines: int
-) -> None:
+def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, known: int = 0, **defines: int) -> None:
     """Start a kernel of ``<stem>.cu`` that merges partial results in an order that follows from their number.
 
     Args:
