@@ -18,16 +18,6 @@ typedef float First;  // sums and sums of squares
 typedef double First;  // means
 #endif
 
-// Of a chunk of (chunks, 2, channels) both values of a thread's channels.
-DEVICE Several<float2> pairs_of(const float* __restrict__ parts, int chunk, int channels, int channel) {
-    const float* const from = parts + i64(chunk) * 2 * channels + channel;
-    const Raw<float, EACH> first = load_raw<EACH>(from), second = load_raw<EACH>(from + channels);
-    Several<float2> both;
-#pragma unroll
-    for (int k = 0; k < EACH; ++k) both.each[k] = make_float2(first.items[k], second.items[k]);
-    return both;
-}
-
 // Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known` channels
 // that stand before those of the parts they are in `before`, statistics of as many channels.
 struct Merged {
@@ -45,7 +35,8 @@ struct Merged {
         sum_chunks<float2>(
             total, there ? chunks : 0,
             [&](int chunk) {
-                return pairs_of(first, chunk, own, channel);
+                const float* from = first + i64(chunk) * 2 * own + channel;
+                return make_float2(from[0], from[own]);
             },
             [&](double(&v)[2], int, const float2& part) {
                 v[0] += part.x;
@@ -57,14 +48,10 @@ struct Merged {
         if (m2 < total[1] * 0x1p-50) m2 = 0.0;
 #else
         struct Part {
-            double mean;  // from `origin`
+            double mean;
             float squares;
         };
-        // Deviations are taken from the first chunk's mean.
-        double origin[EACH] = {};
-        if (there && chunks)
-#pragma unroll
-            for (int k = 0; k < EACH; ++k) origin[k] = first[channel + k];
+        const double origin = there && chunks ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
         mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
         const int rows = int(count.rows);
         double total[3];  // sums of count * d, count * d^2, M2
@@ -72,15 +59,10 @@ struct Merged {
             total, there ? chunks : 0,
             [&](int chunk) {
                 const i64 from = i64(chunk) * own + channel;
-                const Raw<double, EACH> means = load_raw<EACH>(first + from);
-                const Raw<float, EACH> deviations = load_raw<EACH>(squares + from);
-                Several<Part> parts;
-#pragma unroll
-                for (int k = 0; k < EACH; ++k) parts.each[k] = {means.items[k] - origin[k], deviations.items[k]};
-                return parts;
+                return Part{first[from], squares[from]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
-                const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean;
+                const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
                 v[0] += some * d;
                 v[1] += some * d * d;
                 v[2] += part.squares;
@@ -102,7 +84,7 @@ struct Merged {
 };
 
 // stats (1 + 2C,) double.
-extern "C" __global__ void CLUSTERED __launch_bounds__(SLOTS * LANES, 2)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
                         double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
                         int channels) {
@@ -112,7 +94,7 @@ batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict
 }
 
 // What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(SLOTS * LANES, 2)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                           const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
@@ -132,7 +114,7 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
 // where their pointers are not null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(SLOTS * LANES, 2)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
@@ -146,7 +128,8 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
     sum_chunks<float2>(
         total, from_channel < channels ? chunks : 0,
         [&](int chunk) {
-            return pairs_of(partial, chunk, channels, from_channel);
+            const float* from = partial + i64(chunk) * 2 * channels + from_channel;
+            return make_float2(from[0], from[channels]);
         },
         [&](double(&v)[2], int, const float2& part) {
             v[0] += part.x;

@@ -14,11 +14,13 @@
 //                    sum g and sum g*(x - mean)
 //   backward_apply   dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count); without BATCH gamma*rstd*g
 //
-// Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used.
+// Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used: behind branches,
+// or in vectors of 16 bytes, for which registers lack, the last of them waited for the first (on an H200, of the shape below,
+// 227 and 299 us with branches, 157 and 227 in 16 bytes, 154 and 218 as it is).
 // Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes, backward_stats 2.25 s, backward_apply
 // 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with its sum, statistics and apply take 10.75 s
-// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions: about 11 for each element,
-// which is a third of the time that the bytes take.
+// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions: some 24 for each element,
+// half of the time that the bytes take.
 //
 // Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; backward -DADD=0|1; apply -DBATCH=0|1.
 #include "common.cuh"
@@ -113,8 +115,8 @@ batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ m
 
 #else
 
-// Without a packed comparison (bfloat16 before Hopper) two blocks would spill.
-constexpr int RESIDENT = VEC * sizeof(T) < 16 ? 3 : 2;
+// Without a packed comparison (bfloat16 before Hopper) three blocks would spill.
+constexpr int RESIDENT = DTYPE == 1 && __CUDA_ARCH__ < 900 ? 2 : 3;
 
 // A tile on the way back: what was read of x, and the gradient of the batch norm's output. Pitches: of x, add.
 struct Gradients {

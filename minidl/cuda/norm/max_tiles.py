@@ -13,14 +13,14 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.batch_norm import PAIR_BLOCKS, TARGET_BLOCKS, Chunks, batch_norm_backward_sums, cut_rows
+from minidl.cuda.norm.batch_norm import Chunks, batch_norm_backward_sums, cut_rows
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, vectors
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
 __all__ = ["batch_norm_max_tiles", "batch_norm_max_tiles_backward_apply", "batch_norm_max_tiles_backward_stats"]
 
-BYTES = 16  # of a vector, backward: a thread has those of two arrays and of a tile in flight, beside its parameters
+BYTES = 8  # of a vector, backward: a thread has a tile of two arrays in flight, beside parameters and sums
 
 _SIZES = ("down", "across", "height", "width", "out_h", "out_w", "dy_pitch")
 _TILING = np.dtype([(name, np.int32) for name in _SIZES])
@@ -88,15 +88,14 @@ def _vector_width(first: Any, *arrays: Any) -> int:
     return vector_width(*given)
 
 
-def _plan(x: Any, pooled: Any, kernel: Pair, vec: int, pitch: int, access: int = 0) -> tuple[Chunks, np.ndarray]:
+def _plan(x: Any, pooled: Any, kernel: Pair, vec: int, pitch: int, access: int = ACCESS) -> tuple[Chunks, np.ndarray]:
     """Tiles in chunks, and how they lie; ``pitch``: of the second array like x."""
     n, height, width, channels = x.shape
     assert pooled.shape[0] == n and pooled.shape[-1] == channels, (pooled.shape, x.shape)
     down, across = ceil_div(height, kernel[0]), ceil_div(width, kernel[1])
     sizes = down, across, height, width, *pooled.shape[1:3], rows(pooled)[2]
-    blocks = PAIR_BLOCKS if access == ACCESS else TARGET_BLOCKS
-    itemsize = x.itemsize * ACCESS // (access or ACCESS)
-    cut = cut_rows(n * down * across, channels, itemsize, vec, rows(x)[2], pitch, 0, blocks)
+    itemsize = x.itemsize * ACCESS // access  # of channels of which one access has as many as a vector here
+    cut = cut_rows(n * down * across, channels, itemsize, vec, rows(x)[2], pitch)
     return cut, np.array([sizes], _TILING)
 
 

@@ -1,13 +1,14 @@
-// Merging partial results per chunk and channel in a fixed order, in double: blocks of GROUP channels by LANES threads over
-// the chunks. A thread reads EACH neighbouring channels at a time: 64 bytes of floats lie side by side in a block where it is
-// two, for 32 alone take twice the transfers where chunks come from memory.
+// Merging partial results per chunk and channel in a fixed order, in double: blocks of GROUP channels (one 32-byte sector of
+// floats) by LANES threads over the chunks.
 //
-// Variants: -DEACH=2, where channels are even, or 1; -DSHARES=1, 2, 4 or 8, into how many the chunks are shared out, each
-// summed by the lanes of a block; -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one share
+// Variants: -DSHARES=1, 2, 4 or 8, into how many the chunks are shared out, each summed by the lanes of a block;
+// -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one share
 // after another, in the same order. Blocks: CLUSTER for each group of channels.
 //
 // On an H200 256 threads take 2.5 us with few chunks and 1 us more for each round of loads; 1024 threads begin 1.1 us later,
-// and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels).
+// and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels). Two channels a thread,
+// half the blocks: 1 us less where chunks have 6 MB and more of 256 channels on, as much more for 64, and 0.2 to 0.6 more for
+// small ones.
 // Counters in global memory, by which the last block of any number would go on, must be zero at first and apart for
 // kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them alone.
 #pragma once
@@ -19,47 +20,36 @@
 #define CLUSTERED
 #endif
 
-// Of a block: warps; threads side by side along the channels, and over the chunks.
-constexpr int WARPS = 8, SLOTS = 8, LANES = 32;
-constexpr int GROUP = SLOTS * EACH;
-static_assert(WARPS == SLOTS && SLOTS * EACH <= 32, "a warp sums as many channels as a thread reads, eight lanes each");
+constexpr int GROUP = 8, LANES = 32;
+constexpr int WARPS = GROUP * LANES / 32;
+static_assert(WARPS == GROUP, "a warp sums a channel of the group");
 static_assert(CLUSTER == 1 || CLUSTER == SHARES, "a block has one share, or all");
 
-// The first of the group's channels whose chunks this thread reads, and that whose totals it has at the end.
-DEVICE int read_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x % SLOTS * EACH; }
-DEVICE int total_slot() { return threadIdx.x / 32 * EACH + threadIdx.x % 32 / WARPS % EACH; }
-DEVICE int total_channel() { return blockIdx.x / CLUSTER * GROUP + total_slot(); }
-DEVICE bool sums_up() { return threadIdx.x % 32 < WARPS * EACH && threadIdx.x % WARPS == 0; }
+// The group's channel whose chunks this thread reads, and that whose totals it has at the end.
+DEVICE int read_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x % GROUP; }
+DEVICE int total_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x / 32; }
 
 // Whether this thread has totals at the end.
 DEVICE bool has_total(int channels) {
 #if CLUSTER > 1
     if (cluster_rank() > 0) return false;
 #endif
-    return sums_up() && total_channel() < channels;
+    return threadIdx.x % 32 == 0 && total_channel() < channels;
 }
 
-// What a thread reads of a chunk, of each of its channels.
-template <class What>
-struct Several {
-    What each[EACH];
-};
-
-// add(v, chunk, what) with each of what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has
-// are on their way at once, for what a merge takes is the time of one.
+// add(v, chunk, what) with what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has are
+// on their way at once, for what a merge takes is the time of one.
 template <class What, int N, class Load, class Add>
-DEVICE void add_chunks(double (&v)[EACH][N], int first, int chunks, Load load, Add add) {
+DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add) {
     constexpr int AHEAD = sizeof(What) > 8 ? 4 : SHARES == 8 ? 16 : 8, STEP = SHARES * LANES;
     for (int begin = first; begin < chunks; begin += AHEAD * STEP) {
-        Several<What> what[AHEAD];
+        What what[AHEAD];
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (begin + i * STEP < chunks) what[i] = load(begin + i * STEP);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-            if (begin + i * STEP < chunks)
-#pragma unroll
-                for (int k = 0; k < EACH; ++k) add(v[k], begin + i * STEP, what[i].each[k]);
+            if (begin + i * STEP < chunks) add(v, begin + i * STEP, what[i]);
     }
 }
 
@@ -68,7 +58,7 @@ DEVICE void add_chunks(double (&v)[EACH][N], int first, int chunks, Load load, A
 template <class What, int N, class Load, class Add>
 DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
     __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, slot = total_slot();
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if CLUSTER > 1
     cluster_arrive();  // that the first block has begun is known below, before others write into it
     const int first = cluster_rank(), last = first + 1;
@@ -76,42 +66,40 @@ DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
     constexpr int first = 0, last = SHARES;
 #endif
     for (int share = first; share < last; ++share) {
-        double v[EACH][N] = {};
-        add_chunks<What>(v, share * LANES + threadIdx.x / SLOTS, chunks, load, add);
+        double v[N] = {};
+        add_chunks<What>(v, share * LANES + threadIdx.x / GROUP, chunks, load, add);
         if (share > first) __syncthreads();  // parts have been read
 #pragma unroll
-        for (int k = 0; k < EACH; ++k)
-#pragma unroll
-            for (int i = 0; i < N; ++i) {
-                v[k][i] += __shfl_xor_sync(0xffffffffu, v[k][i], 8);
-                v[k][i] += __shfl_xor_sync(0xffffffffu, v[k][i], 16);
-                if (lane < SLOTS) parts[i][lane * EACH + k][warp] = v[k][i];
-            }
+        for (int i = 0; i < N; ++i) {
+            v[i] += __shfl_xor_sync(0xffffffffu, v[i], 8);
+            v[i] += __shfl_xor_sync(0xffffffffu, v[i], 16);
+            if (lane < GROUP) parts[i][lane][warp] = v[i];
+        }
         __syncthreads();
 #pragma unroll
         for (int i = 0; i < N; ++i) {
-            total[i] = lane < WARPS * EACH ? parts[i][slot][lane % WARPS] : 0.0;
+            total[i] = lane < WARPS ? parts[i][warp][lane] : 0.0;
 #pragma unroll
             for (int offset = WARPS / 2; offset > 0; offset /= 2)
                 total[i] += __shfl_xor_sync(0xffffffffu, total[i], offset);
-            if (CLUSTER == 1 && SHARES > 1 && sums_up()) shares[share][slot][i] = total[i];
+            if (CLUSTER == 1 && SHARES > 1 && lane == 0) shares[share][warp][i] = total[i];
         }
     }
     if (SHARES == 1) return;
 #if CLUSTER > 1
     cluster_wait();
-    if (sums_up())
+    if (lane == 0)
 #pragma unroll
-        for (int i = 0; i < N; ++i) store_in_block(shared_address(&shares[first][slot][i]), 0, total[i]);
+        for (int i = 0; i < N; ++i) store_in_block(shared_address(&shares[first][warp][i]), 0, total[i]);
     __syncwarp();
     cluster_arrive();
     cluster_wait();
 #endif
-    if (sums_up())  // in the first block, of what this thread wrote itself or what others did
+    if (lane == 0)  // in the first block, of what this thread wrote itself or what others did
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             total[i] = 0.0;
 #pragma unroll
-            for (int share = 0; share < SHARES; ++share) total[i] += shares[share][slot][i];
+            for (int share = 0; share < SHARES; ++share) total[i] += shares[share][warp][i];
         }
 }

@@ -58,8 +58,7 @@ class Parts:
     def _merge(self, kernel: str, known: int, *args: Any) -> None:
         sizes, summed = ints(known, self.rows, self.chunk_rows), int(self.squares is None)
         operands = self.first, self.squares, *args, *sizes
-        channels, how = known + self.channels, {"known": known, "SUMS": summed}
-        merge_lanes("batch_norm_merge", kernel, len(self.first), channels, *operands, **how)
+        merge_lanes("batch_norm_merge", kernel, len(self.first), known + self.channels, *operands, SUMS=summed)
 
 
 class Joined:
