@@ -3,12 +3,6 @@
 #include "common.cuh"
 #include "exponential.cuh"
 
-DEVICE float clamp_above(float a, float bound) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(bound));
-    return y;
-}
-
 // Near zero by its series, where 1 - 2 / (e^2x + 1) would cancel.
 DEVICE float hyperbolic(float x) {
     const float z = x * x;
