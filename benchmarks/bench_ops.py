@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from operations.case import ACTIVATIONS, BATCH, DTYPES, Case
 from operations.elementwise import batch_norm, elementwise, images
 from operations.losses import loss, segmentation, whole_losses
-from operations.pooling import pooling
+from operations.pooling import pooled_norms, pooling
 from operations.samples import within_samples
 from operations.updates import optimizer
 
@@ -43,7 +43,14 @@ def cases(dtypes: list[str], only: list[str]) -> list[Case]:
             found += batch_norm(label, (BATCH, *size), dtype)
         for label in ("64@56", "256@56"):
             found += within_samples(label, (BATCH, *ACTIVATIONS[label]), dtype)
-        found += [*images(dtype), *pooling(dtype), *loss(dtype), *whole_losses(dtype), *segmentation(dtype)]
+        found += [
+            *images(dtype),
+            *pooling(dtype),
+            *pooled_norms(dtype),
+            *loss(dtype),
+            *whole_losses(dtype),
+            *segmentation(dtype),
+        ]
         found += optimizer(dtype)
     return [case for case in found if not only or any(name in case.name for name in only)]
 

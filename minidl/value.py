@@ -21,6 +21,7 @@ __all__ = [
     "Normalized",
     "Origin",
     "PooledGradient",
+    "TiledGradient",
     "Value",
     "activated",
     "addend",
@@ -86,7 +87,8 @@ class Value:
     ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
     ``array`` is, and whose others are free for the one `Concat` that continues it; ``signs``: of ``array``, a
     rectified sum, from ``batch_norm_join``; ``place``: for the convolution that reads this, where its output is to lie
-    (`minidl.layers.join.share_buffers`).
+    (`minidl.layers.join.share_buffers`); ``pooled``: what the max pooling that reads it beside others would make of it,
+    made already (`minidl.layers.pool2d.pool_beside`).
     """
 
     array: Any = None
@@ -95,6 +97,7 @@ class Value:
     buffer: Any = None
     signs: Any = None
     place: Any = None
+    pooled: Any = None
 
     def __init__(
         self,
@@ -104,9 +107,12 @@ class Value:
         buffer: Any = None,
         signs: Any = None,
         place: Any = None,
+        pooled: Any = None,
     ):
         # A frozen class's own would set them one by one, four times as long; every layer's output is one.
-        self.__dict__.update(array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place)
+        self.__dict__.update(
+            array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place, pooled=pooled
+        )
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -255,6 +261,35 @@ class PooledGradient(MaskedGradient):
     def finish(self, ops: ModuleType) -> Any:
         masked = ops.relu_backward(self.dy, self.y) if self.array is None else self.array
         return ops.max_pool2d_backward(masked, self.index, self._shape, **self.window)
+
+
+class TiledGradient(MaskedGradient):
+    """The gradient of a batch norm's output under a ReLU that others read beside a max pooling, not added up yet.
+
+    Attributes:
+        dy: gradient of the pooled array.
+        add: that of the ReLU's output from its other readers; None: there is none.
+        window: of the pooling, whose windows lie side by side, as the operations take it.
+    """
+
+    __slots__ = ("add", "window")
+
+    def __init__(self, dy: Any, add: Any, term: Normalized, window: dict[str, Any]):
+        super().__init__(dy, term=term)
+        self.add, self.window = add, window
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.term.raw.shape
+
+    def finish(self, ops: ModuleType) -> Any:
+        if self.array is None:
+            y, options = self._kept(ops, self.term), dict(self.window)
+            index = ops.max_pool2d(y, **options)[1]
+            del options["ceil_mode"]
+            dx = ops.max_pool2d_backward(self.dy, index, self.shape, **options, add=self.add)
+            self.array = ops.relu_backward(dx, y)
+        return self.array
 
 
 class GatedGradient(MaskedGradient):

@@ -226,6 +226,15 @@ def call_pool2d() -> None:
             sums = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
             for given in (sums, (None, None)):
                 ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
+        # Every vector width with one size of tiles, the dense arrays with others.
+        for x, kernel in [(x, (2, 2)) for x in arrays] + [(arrays[0], kernel) for kernel in ((1, 3), (4, 1))]:
+            gamma, moments = ops.empty(x.shape[-1], np.float32), ops.empty((2, x.shape[-1]), np.float32)
+            norm = x, moments, gamma, gamma
+            y, pooled = ops.batch_norm_max_tiles(*norm, kernel=kernel, ceil_mode=True)
+            for add in (None, y):
+                sums = ops.batch_norm_max_tiles_backward_stats(pooled, add, *norm, kernel=kernel)
+                for given in ((sums, ops.empty(1, np.float64)), (None, None)):
+                    ops.batch_norm_max_tiles_backward_apply(pooled, add, *norm, *given, kernel=kernel)
         for x, size in itertools.product(activations(dtype), [(1, 1), (3, 2), (7, 5)]):
             assert ops.adaptive_avg_pool2d_backward(ops.adaptive_avg_pool2d(x, size), x.shape).shape == x.shape
         ops.adaptive_avg_pool2d(ops.empty((1, 224, 224, 8), dtype), (1, 1))  # blocks share the pixels of a cell

@@ -90,6 +90,59 @@ def test_buffers_that_concatenations_share_change_no_bit(ops, build, how, precis
     close(run(apart), run(shared), 0.0)
 
 
+def skipping_twice(first=True, **window):
+    """Two readers beside the pooling, which stands before them or between; of images of odd sizes it drops a line."""
+    graph = m.Graph()
+    x = m.Conv2d(3, 8, 3, padding=1, bias=False, name="conv")(graph.input((7, 5, 3)))
+    skip = m.ReLU(name="relu")(m.BatchNorm2d(8, name="bn")(x))
+    if first:
+        pooled = m.MaxPool2d(2, name="pool", **window)(skip)
+    before = m.Conv2d(8, 4, 3, padding=1, name="before")(skip)
+    if not first:
+        pooled = m.MaxPool2d(2, name="pool", **window)(skip)
+    pooled = m.Conv2d(8, 4, 1, name="above")(pooled)
+    behind = m.Concat(name="join")(skip, m.Conv2d(8, 4, 1, name="behind")(skip), before)
+    flat = m.Linear(7 * 5 * 16, 5, name="fc0")(m.Flatten(name="flat0")(behind))
+    shape = pooled.shape[0] * pooled.shape[1] * pooled.shape[2]
+    return graph.output(m.Add(name="sum")(flat, m.Linear(shape, 5, name="fc1")(m.Flatten(name="flat1")(pooled))))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("how", ["elementwise", "gradients"])
+@pytest.mark.parametrize(
+    "build",
+    [skipping, skipping_twice, lambda: skipping_twice(ceil_mode=True), lambda: skipping_twice(first=False)],
+    ids=["concatenated", "first", "overhanging", "between"],
+)
+def test_pooling_beside_other_readers_is_that_of_a_pass_of_its_own(ops, build, how, precision):
+    """But for the order of the batch norm's sums."""
+    apart, beside = (fused(build, how, ops, precision=precision) for _ in range(2))
+    for layer in apart.layers:
+        if isinstance(layer, m.ReLU):
+            layer.tiles = None
+    close(run(apart), run(beside), {"fp32": BOUND, "bf16": 2.0**-7, "fp16": 2.0**-10}[precision])
+
+
+def test_what_is_pooled_beside_others_is_not_read_for_that(cpu_ops, monkeypatch):
+    names = ("batch_norm_max_tiles", "batch_norm_max_tiles_backward_stats", "batch_norm_max_tiles_backward_apply")
+    calls, others = [], ("max_pool2d", "max_pool2d_backward")
+    for name in (*names, *others):
+        own = getattr(cpu_ops, name)
+        monkeypatch.setattr(cpu_ops, name, lambda *a, own=own, name=name, **o: calls.append(name) or own(*a, **o))
+    for build, expected in (
+        (skipping, names),
+        (skipping_twice, names),
+        (lambda: skipping_twice(first=False), (names[0], *others)),  # another reader's kernel adds what comes from it
+        (lambda: skipping_twice(stride=1), others),  # windows that overlap
+    ):
+        calls.clear()
+        run(fused(build, "elementwise", cpu_ops), steps=1)
+        assert sorted(set(calls)) == sorted(expected) and len(calls) <= len(expected) + 1
+    calls.clear()
+    run(fused(skipping, "none", cpu_ops), steps=1)
+    assert calls == list(others)
+
+
 def test_what_a_concatenation_continues_is_written_into_its_buffer(cpu_ops, monkeypatch):
     copied = _copies(cpu_ops, monkeypatch)
     model = fused(skipping, "elementwise", cpu_ops)

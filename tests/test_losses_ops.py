@@ -267,6 +267,16 @@ def test_pointwise_gradients_are_differences(ops, rng, dtype, loss, a, b):
     assert_close(ops.to_host(dx), expected, dtype, scale=1000 / x.size * (64 if loss == "mse" else 2))
 
 
+@pytest.mark.parametrize(("loss", "b"), [("mse", 0.0), ("bce_with_logits", 0.0), ("focal", 0.0), ("focal", 2.0)])
+def test_a_nan_is_in_its_gradient_and_in_no_other(ops, dtype, loss, b):
+    x, target = np.linspace(-200, 200, 9).astype(dtype), np.resize([0, 1], 9).astype(dtype)
+    x[4] = np.nan
+    x, target = ops.from_host(x), ops.from_host(target)
+    totals = ops.pointwise_loss(x, target, loss, 0.25, b)
+    dx = ops.to_host(ops.pointwise_loss_backward(x, target, ops.from_host(np.array([1.0, 9.0])), None, loss, 0.25, b))
+    assert np.isnan(ops.to_host(totals)[0]) and np.isnan(dx[4]) and np.isfinite(np.delete(dx, 4)).all()
+
+
 def test_an_unknown_loss_names_the_known_ones(ops):
     x = ops.zeros((2, 2), np.dtype(np.float32))
     with pytest.raises(ValueError, match="unknown loss 'l1'; .*bce_with_logits, focal, mse"):

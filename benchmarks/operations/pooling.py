@@ -6,9 +6,11 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
+
 from minidl import cuda as ops
 from minidl.profile.timing import Call
-from operations.case import BATCH, DTYPES, Case, Make, aten, bound, noise, torch_noise
+from operations.case import BATCH, DTYPES, Case, Make, aten, bound, noise, parameters, torch_noise
 
 POOL = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1)}
 
@@ -67,3 +69,43 @@ def pooling(dtype: str) -> Iterator[Case]:
         yield Case(f"adaptive_avg_pool2d/1x1/{name}", "backward_data", dtype, moved,
                    one(lambda dy, s=shape_: ops.adaptive_avg_pool2d_backward(dy, s), cell),
                    {"torch-eager": torch_adaptive_backward})  # fmt: skip
+
+
+def pooled_norms(dtype: str) -> Iterator[Case]:
+    """A batch norm under a ReLU, pooled on the way: alone (a ResNet's stem), and beside other readers (a U-Net)."""
+    width, kind = DTYPES[dtype].itemsize, DTYPES[dtype]
+    window, kernel = POOL | {"dilation": (1, 1)}, {"kernel": (2, 2)}
+
+    def case(name: str, direction: str, least: int, call: Callable[..., Any], made: Callable[[], Any]) -> Case:
+        return Case(name, direction, dtype, least, lambda: bound(call, made()))
+
+    def norm(shape: tuple[int, ...]) -> tuple[Any, ...]:
+        x, channels = noise(shape, kind), shape[-1]
+        moments = ops.batch_norm_finalize(ops.batch_norm_stats(x), 1e-5)[0]
+        return x, moments, *parameters(channels)
+
+    def known(channels: int) -> tuple[Any, Any]:
+        return ops.zeros((2, channels), np.float64), ops.from_host(np.full(1, 1e6))
+
+    shape, pooled = (BATCH, 112, 112, 64), (BATCH, 56, 56, 64)
+    size, out, name = math.prod(shape), math.prod(pooled), "batch_norm_max_pool2d/3x3s2/64@112"
+    yield case(name, "forward", width * (size + 2 * out) + out,
+               lambda *n: ops.batch_norm_max_pool2d(*n, **window, ceil_mode=False), lambda: norm(shape))  # fmt: skip
+
+    def gathered() -> list[Any]:
+        x, moments, gamma, beta = norm(shape)
+        index = ops.batch_norm_max_pool2d(x, moments, gamma, beta, **window, ceil_mode=False)[1]
+        return [noise(pooled, kind), index, x, moments, gamma, *known(64)]
+
+    yield case(name, "backward_data", width * (2 * size + out) + out,
+               lambda *a: ops.batch_norm_max_pool2d_backward(*a, **window), gathered)  # fmt: skip
+    tiled, halved = (32, 256, 256, 64), (32, 128, 128, 64)
+    size, out, name = math.prod(tiled), math.prod(halved), "batch_norm_max_tiles/2x2/64@256"
+    yield case(name, "forward", width * (2 * size + out),
+               lambda *n: ops.batch_norm_max_tiles(*n, **kernel, ceil_mode=False), lambda: norm(tiled))  # fmt: skip
+    both = lambda: [noise(halved, kind), noise(tiled, kind), *norm(tiled)]  # noqa: E731
+    yield case(name, "backward_weight", width * (2 * size + out),
+               lambda *a: ops.batch_norm_max_tiles_backward_stats(*a, **kernel), both)  # fmt: skip
+    yield case(name, "backward_data", width * (3 * size + out),
+               lambda *a: ops.batch_norm_max_tiles_backward_apply(*a, **kernel),
+               lambda: [*both(), *known(64)])  # fmt: skip

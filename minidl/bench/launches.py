@@ -10,7 +10,7 @@ from minidl.bench.step import TrainingStep
 from minidl.fusion import Plan, find_sites
 from minidl.fusion.plans import modes_of
 from minidl.graph import Graph, Node
-from minidl.layers import Concat
+from minidl.layers import Concat, MaxPool2d
 from minidl.profile.spans import GraphProfiler
 
 __all__ = ["Launches", "absorbed", "launches"]
@@ -80,7 +80,8 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
 
     Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
     and sums, where the plan has one, else the batch norm, which masks. Of a ReLU without a batch norm it is the
-    convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that writes.
+    convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that writes,
+    of a pooling beside other readers the ReLU, and backward the batch norm.
     """
     found: dict[Key, str] = {}
     readers = graph.consumers()
@@ -102,6 +103,10 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
                 if kernels.get((name, pass_name)) == [] and name != above:
                     found.setdefault((name, pass_name), above)
     for node in graph.nodes:
+        if isinstance(node.layer, MaxPool2d) and kernels.get((node.name, "forward")) == []:
+            relu = graph.nodes[node.inputs[0]]
+            found[node.name, "forward"] = relu.name
+            found.setdefault((node.name, "backward_data"), graph.nodes[relu.inputs[0]].name)
         if isinstance(node.layer, Concat) and kernels.get((node.name, "forward")) == []:
             found[node.name, "forward"] = _last_writer(graph, node, kernels)
     return found

@@ -97,6 +97,9 @@ from minidl.cpu.pool2d import (
     avg_pool2d_backward,
     batch_norm_max_pool2d,
     batch_norm_max_pool2d_backward,
+    batch_norm_max_tiles,
+    batch_norm_max_tiles_backward_apply,
+    batch_norm_max_tiles_backward_stats,
     max_pool2d,
     max_pool2d_backward,
 )

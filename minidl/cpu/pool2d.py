@@ -8,7 +8,12 @@ import numpy as np
 
 from minidl.cpu import _pool2d
 from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored, zeros
-from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_apply
+from minidl.cpu.batch_norm import (
+    batch_norm_activate_backward_apply,
+    batch_norm_activate_backward_stats,
+    batch_norm_apply,
+    batch_norm_backward_apply,
+)
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
@@ -19,6 +24,9 @@ __all__ = [
     "avg_pool2d_backward",
     "batch_norm_max_pool2d",
     "batch_norm_max_pool2d_backward",
+    "batch_norm_max_tiles",
+    "batch_norm_max_tiles_backward_apply",
+    "batch_norm_max_tiles_backward_stats",
     "max_pool2d",
     "max_pool2d_backward",
 ]
@@ -98,6 +106,55 @@ def batch_norm_max_pool2d_backward(
     """
     window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation}
     return batch_norm_backward_apply(max_pool2d_backward(dy, index, x.shape, **window), x, moments, gamma, sums, count)
+
+
+def batch_norm_max_tiles(
+    x: Array, moments: Array, gamma: Array, beta: Array, *, kernel: Pair, ceil_mode: bool, out: Array | None = None
+) -> tuple[Array, Array]:
+    """``relu(batch_norm_apply(x, moments, gamma, beta))``, and what `max_pool2d` makes of it.
+
+    Args:
+        kernel: of windows that lie side by side.
+        out: where the first of the two is to lie.
+    """
+    y = batch_norm_apply(x, moments, gamma, beta, relu=True, out=out)
+    return y, max_pool2d(y, **_tiles(kernel), ceil_mode=ceil_mode)[0]
+
+
+def batch_norm_max_tiles_backward_stats(
+    dy: Array, add: Array | None, x: Array, moments: Array, gamma: Array, beta: Array, *, kernel: Pair,
+    dgamma: Array | None = None, dbeta: Array | None = None, accumulate: bool = False,
+) -> Array:  # fmt: skip
+    """``batch_norm_activate_backward_stats`` where two read the ReLU's output.
+
+    Args:
+        dy: gradient of what `batch_norm_max_tiles` pooled.
+        add: that of its output elsewhere, or None.
+    """
+    gradient, norm = _untiled(dy, add, x, moments, gamma, beta, kernel), (x, moments, gamma, beta)
+    return batch_norm_activate_backward_stats(gradient, *norm, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
+
+
+def batch_norm_max_tiles_backward_apply(
+    dy: Array, add: Array | None, x: Array, moments: Array, gamma: Array, beta: Array, sums: Array | None,
+    count: Array | None, *, kernel: Pair,
+) -> Array:  # fmt: skip
+    """``batch_norm_activate_backward_apply``, of gradients as `batch_norm_max_tiles_backward_stats` has them."""
+    gradient, norm = _untiled(dy, add, x, moments, gamma, beta, kernel), (x, moments, gamma, beta)
+    return batch_norm_activate_backward_apply(gradient, *norm, sums, count)
+
+
+def _untiled(dy: Array, add: Array | None, x: Array, moments: Array, gamma: Array, beta: Array, kernel: Pair) -> Array:
+    """The gradient of a ReLU's output that is pooled in tiles and read elsewhere."""
+    y = batch_norm_apply(x, moments, gamma, beta, relu=True)
+    ceil_mode = dy.shape[1] * kernel[0] > x.shape[1] or dy.shape[2] * kernel[1] > x.shape[2]
+    _, index = max_pool2d(y, **_tiles(kernel), ceil_mode=ceil_mode)
+    return max_pool2d_backward(dy, index, x.shape, **_tiles(kernel), add=add)
+
+
+def _tiles(kernel: Pair) -> dict[str, Pair]:
+    """The window of a pooling whose windows lie side by side."""
+    return {"kernel": kernel, "stride": kernel, "padding": (0, 0), "dilation": (1, 1)}
 
 
 def avg_pool2d(

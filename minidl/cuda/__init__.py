@@ -88,6 +88,11 @@ from minidl.cuda.norm.group_norm import (
     group_norm_stats,
 )
 from minidl.cuda.norm.layer_norm import layer_norm, layer_norm_backward_data, layer_norm_backward_weight
+from minidl.cuda.norm.max_tiles import (
+    batch_norm_max_tiles,
+    batch_norm_max_tiles_backward_apply,
+    batch_norm_max_tiles_backward_stats,
+)
 from minidl.cuda.optim import find_nonfinite, sgd_begin, sgd_update, update_loss_scale
 from minidl.cuda.pad2d import pad2d
 from minidl.cuda.pool2d import (

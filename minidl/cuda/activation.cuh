@@ -3,12 +3,6 @@
 #include "common.cuh"
 #include "exponential.cuh"
 
-DEVICE float clamp_above(float a, float bound) {
-    float y;
-    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(bound));
-    return y;
-}
-
 // Near zero by its series, where 1 - 2 / (e^2x + 1) would cancel.
 DEVICE float hyperbolic(float x) {
     const float z = x * x;
@@ -35,6 +29,23 @@ struct Normal {
         const float tail = 0.5f * q * t * peak;
         below = x < 0.0f ? tail : 1.0f - tail;
         density = 0.3989422804014327f * peak;
+    }
+};
+
+// The logistic function of x, and the slope of its product with x. Without what it lacks of one the slope errs by |x| 2^-23,
+// which 16-bit types do not see, and takes three instructions less.
+struct Swish {
+    float of, slope;
+
+    __device__ __forceinline__ explicit Swish(float x) {
+        if constexpr (sizeof(T) == 2) {
+            of = logistic(x);
+            slope = fmaf(of, fmaf(-x, of, x), of);
+        } else {
+            const Logistic at(x);
+            of = at.of;
+            slope = at.of * fmaf(x, at.rest, 1.0f);
+        }
     }
 };
 
@@ -68,10 +79,7 @@ struct tanh_ {
 struct silu {
     static constexpr bool KEEPS_OUTPUT = false;
     DEVICE float value(float x, float) { return x * logistic(x); }
-    DEVICE float gradient(float dy, float x, float) {
-        const Logistic at(x);
-        return dy * at.of * fmaf(x, at.rest, 1.0f);
-    }
+    DEVICE float gradient(float dy, float x, float) { return dy * Swish(x).slope; }
 };
 struct gelu {
     static constexpr bool KEEPS_OUTPUT = false;

@@ -39,13 +39,21 @@ DEVICE float reciprocal(float x) {
 
 DEVICE float logistic(float x) { return reciprocal(1.0f + exponential(-x)); }
 
-// The logistic function of x, and what it lacks of one, which is that of -x and would cancel.
+// Smaller of a and a bound; NaN stays NaN.
+DEVICE float clamp_above(float a, float bound) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(bound));
+    return y;
+}
+
+// The logistic function of x, and what it lacks of one, which is that of -x and would cancel. Where e^-x would overflow it
+// is as large as its reciprocal can be, so that their product is one.
 struct Logistic {
     float of, rest;
 
     __device__ __forceinline__ explicit Logistic(float x) {
-        const float t = exponential(-fabsf(x)), large = reciprocal(1.0f + t), small = t * large;
-        of = x < 0.0f ? small : large;
-        rest = x < 0.0f ? large : small;
+        const float t = two_to_the(clamp_above(x * -1.4426950408889634f, 126.0f));
+        of = reciprocal(1.0f + t);
+        rest = t * of;
     }
 };

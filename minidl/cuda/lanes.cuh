@@ -13,6 +13,7 @@ DEVICE u32 lane_max(u32 a, u32 b) {
     asm("max.NaN.f32 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
     return y;
 }
+DEVICE u32 lane_add(u32 a, u32 b) { return __float_as_uint(__uint_as_float(a) + __uint_as_float(b)); }
 // All bits of the lanes where a > b, or a == b.
 DEVICE u32 lane_greater(u32 a, u32 b) { return __uint_as_float(a) > __uint_as_float(b) ? ~0u : 0u; }
 DEVICE u32 lane_equal(u32 a, u32 b) { return __uint_as_float(a) == __uint_as_float(b) ? ~0u : 0u; }
@@ -29,6 +30,16 @@ constexpr u32 LOWEST = 0xfc00fc00u;
 DEVICE u32 lane_max(u32 a, u32 b) {
     u32 y;
     asm("max.NaN." LANE_TYPE " %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+    return y;
+}
+// Rounded as the float32 sum would be: that has more than twice as many bits.
+DEVICE u32 lane_add(u32 a, u32 b) {
+    u32 y;
+#if DTYPE == 1
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(a), "r"(0x3f803f80u), "r"(b));
+#else
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(y) : "r"(a), "r"(b));
+#endif
     return y;
 }
 #if DTYPE == 2 || __CUDA_ARCH__ >= 900

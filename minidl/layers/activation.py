@@ -16,6 +16,7 @@ from minidl.value import (
     Normalized,
     Origin,
     PooledGradient,
+    TiledGradient,
     Value,
     activated,
     finished,
@@ -43,6 +44,7 @@ class ReLU(Layer):
     deferred = False
     masks = False
     room = 0  # channels that a concatenation will continue the output with, in one buffer (`join.share_buffers`)
+    tiles: tuple[int, int, bool] | None = None  # of a pooling beside others: height, width, ceil_mode (`pool_beside`)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         return shape
@@ -71,25 +73,27 @@ class ReLU(Layer):
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
             if self.deferred:
                 return done
-            done = self._in_buffer(first, done) if self.room and self._grad_enabled else materialize(self.ops, done)
+            done = self._finished(first, done) if self._grad_enabled else materialize(self.ops, done)
         else:
             done = materialize(self.ops, done)
             self.save(y=done.array if done.signs is None else done.signs, finished=True)
         return done if self._grad_enabled else done.array
 
-    def _in_buffer(self, term: Normalized, done: Value) -> Value:
-        """``done`` finished where there is room beside it."""
+    def _finished(self, term: Normalized, done: Value) -> Value:
+        """``done`` with its array, in a buffer if there is to be room beside it, and pooled for who asked for it."""
         *image, channels = term.raw.shape
-        buffer = self.ops.empty((*image, channels + self.room), term.raw.dtype)
-        y = self.ops.batch_norm_apply(
-            term.raw, term.moments, term.gamma, term.beta, relu=True, out=buffer[..., :channels]
-        )
-        return replace(done, array=y, buffer=buffer)
+        buffer = self.ops.empty((*image, channels + self.room), term.raw.dtype) if self.room else None
+        norm, out = (term.raw, term.moments, term.gamma, term.beta), buffer[..., :channels] if self.room else None
+        if self.tiles is None or term.gamma is None:
+            return replace(done, array=self.ops.batch_norm_apply(*norm, relu=True, out=out), buffer=buffer)
+        *kernel, ceil_mode = self.tiles
+        y, pooled = self.ops.batch_norm_max_tiles(*norm, kernel=tuple(kernel), ceil_mode=ceil_mode, out=out)
+        return replace(done, array=y, buffer=buffer, pooled=pooled)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
-        if isinstance(dy, PooledGradient) and add is None:
-            return dy  # of this ReLU's output, and masked for it
+        if isinstance(dy, PooledGradient | TiledGradient) and add is None:
+            return dy  # of this ReLU's output, and masked for it, or to be
         if isinstance(dy, MaskedGradient):
             if dy.relu == self.name and add is None:
                 return dy

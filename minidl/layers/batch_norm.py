@@ -19,6 +19,7 @@ from minidl.value import (
     Normalized,
     Origin,
     PooledGradient,
+    TiledGradient,
     Value,
     finished,
     materialize,
@@ -147,6 +148,10 @@ class BatchNorm2d(AffineNorm):
         if _owes_gate(dy):
             facts = dy.sums, dy.gate, dy.dmean, prod(x.shape[1:-1])
             kept.sums = ops.batch_norm_gate_backward_stats(*facts, moments, **gradients)
+        elif isinstance(dy, TiledGradient) and dy.array is None:
+            facts = dy.dy, dy.add, x, moments, *self._affine
+            kernel = {"kernel": dy.window["kernel"]}
+            kept.sums = ops.batch_norm_max_tiles_backward_stats(*facts, **kernel, **gradients)
         elif isinstance(dy, PooledGradient):
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)
         elif isinstance(dy, MaskedGradient) and dy.norm == self.name:
@@ -168,6 +173,10 @@ class BatchNorm2d(AffineNorm):
         if isinstance(dy, PooledGradient):
             facts = kept.x, kept.moments, weight, sums, kept.count
             dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
+            return dx if add is None else self.ops.add(dx, add)
+        if isinstance(dy, TiledGradient) and dy.array is None:
+            facts = dy.dy, dy.add, kept.x, kept.moments, weight, bias, sums, kept.count
+            dx = self.ops.batch_norm_max_tiles_backward_apply(*facts, kernel=dy.window["kernel"])
             return dx if add is None else self.ops.add(dx, add)
         if _owes_gate(dy):
             facts = dy.dy, dy.gate, dy.dmean, kept.x, kept.moments, weight, bias, sums, kept.count

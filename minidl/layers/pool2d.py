@@ -6,13 +6,27 @@ from math import prod
 from typing import Any
 
 from minidl import checks
+from minidl.graph import Graph
 from minidl.layer import Layer
+from minidl.layers.activation import ReLU
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, ceil_div, pool_output_size
-from minidl.value import GatedGradient, MaskedGradient, PooledGradient, Value, activated, materialize, owed
+from minidl.value import (
+    GatedGradient,
+    MaskedGradient,
+    Normalized,
+    PooledGradient,
+    TiledGradient,
+    Value,
+    activated,
+    materialize,
+    owed,
+)
 
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d"]
+__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d", "pool_beside"]
+
+MOST_PIXELS = 4  # of windows that a batch norm's kernels pool on the way
 
 
 class _Pool(Layer):
@@ -66,6 +80,7 @@ class MaxPool2d(_Pool):
     accepts_add = True
     accepts_unfinished = True  # a ReLU over a batch norm; and to know that there is a ReLU below
     masks = False  # a fusion plan's mode: mask the gradient for the ReLU below, while it is small
+    beside = False  # other readers of a ReLU that pools for it (`pool_beside`)
     modes = ("training", "masks")
 
     def __init__(
@@ -86,6 +101,12 @@ class MaxPool2d(_Pool):
             "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding, "dilation": self.dilation,
         }  # fmt: skip
 
+    @property
+    def small_tiles(self) -> bool:
+        """Whether windows lie side by side, few enough pixels in each for a thread to hold."""
+        apart = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
+        return apart and prod(self.kernel_size) <= MOST_PIXELS
+
     def cost(self, shape: tuple[int, ...], itemsize: int = 4) -> Cost:
         # A comparison per tap, one addition per maximum; where each maximum was is kept in one byte or two.
         x, y, window = prod(shape), prod(self.output_shape(shape)), prod(self.kernel_size)
@@ -98,6 +119,11 @@ class MaxPool2d(_Pool):
     def compute(self, x: Any) -> Any:
         options = {**self._window, "ceil_mode": self.ceil_mode}
         if isinstance(x, Value):
+            if x.pooled is not None and self.beside:
+                (term,) = x.origin.terms
+                affine = (term.gamma, term.beta)  # no activations: as a tuple they stay where they are
+                self.save(raw=term.raw, moments=term.moments, affine=affine)
+                return x.pooled
             if (term := owed(x)) is not None:
                 y, index, largest = self.ops.batch_norm_max_pool2d(
                     term.raw, term.moments, term.gamma, term.beta, **options
@@ -113,6 +139,9 @@ class MaxPool2d(_Pool):
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if hasattr(kept, "raw"):
+            term = Normalized(kept.raw, kept.moments, *kept.affine)
+            return TiledGradient(dy, add, term, {**self._window, "ceil_mode": self.ceil_mode})
         if hasattr(kept, "largest"):
             gradient = PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
             return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
@@ -214,3 +243,21 @@ class AdaptiveAvgPool2d(Layer):
 def _bin_total(size: int, out: int) -> int:
     """Pixels in all bins along one axis; bins overlap where ``out`` does not divide ``size``."""
     return sum(ceil_div((i + 1) * size, out) - i * size // out for i in range(out))
+
+
+def pool_beside(graph: Graph) -> None:
+    """Let each ReLU that a max pooling of small tiles reads beside others pool what it writes, too.
+
+    So it does where it finishes a batch norm, as at the skip connections of a U-Net: its output is not read again for
+    that, and the gradients of its readers are added up by the batch norm, as it reads them.
+    """
+    readers = graph.consumers()
+    for node in graph.nodes:
+        if type(node.layer) is not ReLU:
+            continue
+        above = [graph.nodes[i].layer for i in readers[node.index]]
+        pools = [layer for layer in above if type(layer) is MaxPool2d]
+        chosen = pools[0] if len(pools) == 1 < len(above) and pools[0].small_tiles else None
+        node.layer.tiles = (*chosen.kernel_size, chosen.ceil_mode) if chosen is not None else None
+        for layer in pools:
+            layer.beside = layer is chosen

@@ -1,6 +1,7 @@
-// Column sums in a fixed order, in two steps: chunks of rows to float32 partials, partials to the result.
+// Column sums in a fixed order, in two steps: chunks of rows to float32 partials, partials to the result; in one step
+// where a single chunk has all rows, whose sums are the result.
 //
-// channel_sum_kernel     partials[chunk, c] = sum over the rows of the chunk of x[row, c]
+// channel_sum_kernel     partials[chunk, c] (+)= sum over the rows of the chunk of x[row, c]
 //   x          rows * pitch + c                                                       T
 //   partials   (chunks, channels) dense                                               float32
 //   Block: LANES x 256/LANES threads; a thread owns VEC neighbouring channels and each (256/LANES)-th row of a chunk.
@@ -19,7 +20,7 @@
 #ifdef LANES
 extern "C" __global__ void __launch_bounds__(256)
 channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 rows, i64 chunk, int channels,
-                   i64 pitch) {
+                   i64 pitch, int accumulate) {
     await_predecessor();
     constexpr int DEEP = 256 / LANES;  // rows that a block reads at a time
     __shared__ float scratch[8][LANES * VEC + 1];
@@ -58,7 +59,9 @@ channel_sum_kernel(const T* __restrict__ x, float* __restrict__ partials, i64 ro
 #pragma unroll
         for (int warp = 0; warp < 8; ++warp) total += scratch[warp][c];
         const int out = blockIdx.x * LANES * VEC + c;
-        if (out < channels) partials[i64(blockIdx.y) * channels + out] = total;
+        if (out >= channels) continue;
+        float* const to = partials + i64(blockIdx.y) * channels + out;
+        *to = accumulate ? *to + total : total;
     }
 }
 #endif

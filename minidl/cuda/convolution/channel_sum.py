@@ -53,12 +53,13 @@ def channel_sum(dy: Any, *, out: Any, accumulate: bool = False) -> None:
     chunk = ceil_div(count, min(most, max(1, BLOCKS_WANTED // ceil_div(channels, lanes * widest))))
     chunk = round_up(chunk, BLOCK // lanes * UNROLL)
     chunks = ceil_div(count, chunk)
-    partials = empty((chunks, channels), float32)
-    sizes = np.int64(count), np.int64(chunk), np.int32(channels), np.int64(pitch)
+    partials = empty((chunks, channels), float32) if chunks > 1 else out
+    sizes = np.int64(count), np.int64(chunk), np.int32(channels), np.int64(pitch), np.int32(accumulate and chunks == 1)
     defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL}
     grid = ceil_div(channels, lanes * vec), chunks
     launch("channel_sum", "channel_sum_kernel", grid, BLOCK, dy, partials, *sizes, defines=defines)
-    sum_partials(partials, chunks, out, accumulate)
+    if chunks > 1:
+        sum_partials(partials, chunks, out, accumulate)
 
 
 def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) -> None:

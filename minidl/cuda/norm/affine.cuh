@@ -25,3 +25,16 @@ DEVICE void load_affine(const float* moments, const float* gamma, const float* b
 #pragma unroll
     for (int i = 0; i < N; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
 }
+
+// What is taken off the gradient of VEC channels: level + (x - mean)*slope.
+DEVICE void load_sums(const float* moments, const double* sums, const double* count, int channels, int channel,
+                      float (&level)[VEC], float (&slope)[VEC]) {
+    load(moments + channels + channel, slope);  // rstd
+    const float inverse = inverse_of(*count);
+    const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel), dy_xhat = load_raw<VEC>(sums + channels + channel);
+#pragma unroll
+    for (int i = 0; i < VEC; ++i) {
+        level[i] = float(dy_sum.items[i]) * inverse;
+        slope[i] *= float(dy_xhat.items[i]) * inverse;
+    }
+}

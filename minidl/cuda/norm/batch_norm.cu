@@ -30,6 +30,7 @@
 
 #include "activation.cuh"
 #include "affine.cuh"
+#include "chunks.cuh"
 #include "signs.cuh"
 
 // An activation over the batch norm: a struct of activation.cuh, or this one, max(z, a), with the mask of a ReLU as the
@@ -50,45 +51,6 @@ struct bounded {
 DEVICE float behind(float dy, float z, float a) {
     return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? FUNCTION::value(z, a) : z, a);
 }
-
-// A cut of the rows into chunks (planned by batch_norm.py).
-struct Chunks {
-    int rows;      // below 2^30
-    int pitch[3];  // of x, dy, y
-    int channels;
-    int chunk_rows;
-};
-
-// What the lanes of a block found, for its first threads to add up; sized by the launcher.
-extern __shared__ __align__(16) float lanes[];
-
-// This thread's rows of its chunk.
-DEVICE Share chunk_share(const Chunks& cut, int unroll) {
-    Share at;
-    const int begin = blockIdx.x * cut.chunk_rows, end = begin + cut.chunk_rows;
-    at.channel = (blockIdx.y * blockDim.x + threadIdx.x) * VEC;
-    at.row = begin + threadIdx.y;
-    at.step = blockDim.y;
-    at.stride = unroll * blockDim.y;
-    at.rows = at.channel < cut.channels ? min(end, cut.rows) : 0;
-    return at;
-}
-
-// Which of the lanes a thread of a chunk kernel merges: STRETCH neighbours, a number that the launcher knows, of one
-// channel. Every thread of the block takes part when its vectors have STRETCH elements.
-#define STRETCH 8
-
-struct Stretch {
-    int index, column, lane;  // stretch * width + column; channel of the tile; first lane
-    bool inside;
-
-    __device__ __forceinline__ explicit Stretch(int width) {
-        index = threadIdx.y * blockDim.x + threadIdx.x;
-        lane = index / width * STRETCH;
-        column = index % width;
-        inside = lane < blockDim.y;
-    }
-};
 
 // ------------------------------------------------------------------------------------------------ forward: statistics
 #if defined(STATS)
@@ -219,42 +181,6 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 #endif
 
 // ----------------------------------------------------------------------------------------------- backward: statistics
-#if defined(BACKWARD_STATS) || defined(BACKWARD_APPLY_STATS)
-
-// What this thread has summed, added up over the lanes and left as its chunk's: partial (chunks, 2, C).
-DEVICE void leave_sums(const float (&sum)[VEC], const float (&product)[VEC], float* __restrict__ partial, const Chunks& cut) {
-    const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
-    float* lane_sum = lanes;  // [lane][channel of the tile]
-    float* lane_product = lane_sum + blockDim.y * width;
-    store(lane_sum + slot, sum);
-    store(lane_product + slot, product);
-    __syncthreads();
-    const Stretch part(width);
-    float s = 0.0f, p = 0.0f;
-    if (part.inside)
-#pragma unroll
-        for (int lane = 0; lane < STRETCH; ++lane) {
-            s += lane_sum[(part.lane + lane) * width + part.column];
-            p += lane_product[(part.lane + lane) * width + part.column];
-        }
-    __syncthreads();
-    if (part.inside) {
-        lane_sum[part.index] = s;
-        lane_product[part.index] = p;
-    }
-    __syncthreads();
-    const int channel = blockIdx.y * width + part.column;
-    if (part.lane > 0 || channel >= cut.channels) return;
-    for (int i = part.index + width; i < int(blockDim.y) / STRETCH * width; i += width) {
-        s += lane_sum[i];
-        p += lane_product[i];
-    }
-    float* to = partial + i64(blockIdx.x) * 2 * cut.channels + channel;
-    to[0] = s;
-    to[cut.channels] = p;
-}
-
-#endif
 #if defined(BACKWARD_STATS)
 
 // partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
@@ -311,22 +237,6 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 #endif
 
 // ---------------------------------------------------------------------------------------------------- backward: apply
-#if defined(BACKWARD_APPLY) || defined(BACKWARD_APPLY_STATS)
-
-// What is taken off the gradient of VEC channels: level + (x - mean)*slope.
-DEVICE void load_sums(const float* moments, const double* sums, const double* count, int channels, int channel,
-                      float (&level)[VEC], float (&slope)[VEC]) {
-    load(moments + channels + channel, slope);  // rstd
-    const float inverse = inverse_of(*count);
-    const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel), dy_xhat = load_raw<VEC>(sums + channels + channel);
-#pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-        level[i] = float(dy_sum.items[i]) * inverse;
-        slope[i] *= float(dy_xhat.items[i]) * inverse;
-    }
-}
-
-#endif
 #if defined(BACKWARD_APPLY)
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,

@@ -1,20 +1,13 @@
-// What pool2d.cu does with the elements of a thread, VEC neighbouring channels, between a batch norm and a max pooling.
+// What kernels do with the elements of a thread, VEC neighbouring channels, between a batch norm and a max pooling.
 #pragma once
-#include "normalize.cuh"
+#include "affine.cuh"
 
 // relu((x - mean)*rstd*gamma + beta) of a thread's channels, rounded to T as a pass of its own would.
 struct Normalizer {
     float mean[VEC], scale[VEC], shift[VEC];
 
     __device__ __forceinline__ Normalizer(const float* moments, const float* gamma, const float* beta, int channels, int c) {
-        load(moments + c, mean);
-        load(moments + channels + c, scale);
-        load(gamma + c, shift);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) scale[i] *= shift[i];
-        load(beta + c, shift);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
+        load_affine(moments, gamma, beta, channels, c, mean, scale, shift);
     }
 
     __device__ __forceinline__ Raw<T, VEC> operator()(const Raw<T, VEC>& raw) const {
@@ -40,20 +33,9 @@ struct NormalizedBackward {
     Raw<T, VEC> raw[BATCH ? TILE_H : 1][BATCH ? STRIDE_W : 1];
 
     __device__ __forceinline__ void begin(int c) {
-        float weight[VEC];
-        load(moments + c, mean);
-        load(moments + channels + c, scale);
-        load(gamma + c, weight);
-#if BATCH
-        const float inverse = inverse_of(*count);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) {
-            level[i] = float(sums[c + i]) * inverse;
-            slope[i] = scale[i] * (float(sums[channels + c + i]) * inverse);
-        }
-#endif
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) scale[i] *= weight[i];
+        float shift[VEC];
+        load_affine(moments, gamma, nullptr, channels, c, mean, scale, shift);
+        if (BATCH) load_sums(moments, sums, count, channels, c, level, slope);
     }
 
     __device__ __forceinline__ void expect(int ih, int iw, i64, const T* place) {

@@ -40,9 +40,9 @@ DEVICE void both(float z, float a, float& y, float& s) {
 }
 template <>
 __device__ __forceinline__ void both<silu>(float z, float, float& y, float& s) {
-    const Logistic at(z);
+    const Swish at(z);
     y = z * at.of;
-    s = at.of * fmaf(z, at.rest, 1.0f);
+    s = at.slope;
 }
 
 // The k-th sum of a sample and channel.

@@ -1,0 +1,214 @@
+// A batch norm under a ReLU whose output is read whole and pooled as well, by windows that lie side by side: the skip
+// connections of a U-Net (Ronneberger et al. 2015).
+//
+// Layout: x (N, height, width, C), y and add like it, each at a pitch; pooled, dy (N, out_h, out_w, C), pooled dense, dy at a
+// pitch; dx dense. moments, gamma, beta, sums, count, partial: as in batch_norm.cu.
+//
+// The windows, KERNEL_H x KERNEL_W pixels, move by as much: they tile the image, and a thread has a whole one. So the
+// place of a maximum is found again from x, which the backward pass reads anyway, in the rounding of the forward pass; nobody
+// keeps it. The first of equal maxima gets the gradient, as in pool2d.cu; where one is NaN nobody does, for the ReLU stops it.
+// Tiles that reach beyond the image count as rows too: they have a window where it counts (p < out_h and q < out_w).
+//
+//   forward          y = relu(x*scale + shift); pooled = the largest of each window of y
+//   backward_stats   g = (add + what the window's maximum gets of dy, rounded to T) where y > 0, else 0; per chunk of tiles
+//                    sum g and sum g*(x - mean)
+//   backward_apply   dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count); without BATCH gamma*rstd*g
+//
+// Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used: behind branches,
+// or in vectors of 16 bytes, for which registers lack, the last of them waited for the first (on an H200, of the shape below,
+// 227 and 299 us with branches, 157 and 227 in 16 bytes, 154 and 218 as it is).
+// Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes, backward_stats 2.25 s, backward_apply
+// 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with its sum, statistics and apply take 10.75 s
+// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions: some 24 for each element,
+// half of the time that the bytes take.
+//
+// Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; backward -DADD=0|1; apply -DBATCH=0|1.
+#include "common.cuh"
+#include "lanes.cuh"
+
+#include "batch_norm_pool.cuh"
+#include "chunks.cuh"
+
+constexpr int PIXELS = KERNEL_H * KERNEL_W;
+constexpr int WORDS = (VEC * int(sizeof(T)) + 3) / 4;  // registers that hold a thread's channels
+
+typedef Raw<T, VEC> Lanes;
+
+struct Tiling {
+    int down, across;  // tiles of an image
+    int height, width, out_h, out_w;
+    int dy_pitch;
+};
+
+// One tile: where its pixels and its window are; in place of those that do not exist their nearest neighbours, for loads
+// behind branches would wait for those before.
+struct Tile {
+    i64 first, window;          // pixel and window, among all
+    int width, below, right;    // pixels of a line; of the tile below and to the right of the first
+    bool counts;
+
+    __device__ __forceinline__ Tile(const Tiling& t, int number) : width(t.width) {
+        const int line = u32(number) / u32(t.across), q = number - line * t.across;
+        const int n = u32(line) / u32(t.down), p = line - n * t.down;
+        below = t.height - 1 - p * KERNEL_H, right = width - 1 - q * KERNEL_W;
+        first = (i64(n) * t.height + p * KERNEL_H) * width + q * KERNEL_W;
+        counts = p < t.out_h && q < t.out_w;
+        window = (i64(n) * t.out_h + min(p, t.out_h - 1)) * t.out_w + min(q, t.out_w - 1);
+    }
+    __device__ __forceinline__ bool inside(int i) const { return i / KERNEL_W <= below && i % KERNEL_W <= right; }
+    // Elements from the first pixel of an array to the i-th of the tile.
+    __device__ __forceinline__ i64 place(int i, int pitch) const {
+        return first * pitch + i64(min(i / KERNEL_W, below) * width + min(i % KERNEL_W, right)) * pitch;
+    }
+};
+
+DEVICE Lanes lanes_of(u32 word) {
+    Lanes all;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i) all.pairs[i] = word;
+    return all;
+}
+
+// Loads the pixels of a tile.
+DEVICE void load_tile(const T* __restrict__ x, int pitch, int channel, const Tile& tile, Lanes (&raw)[PIXELS]) {
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) raw[i] = load_raw<VEC>(x + tile.place(i, pitch) + channel);
+}
+
+// What the ReLU makes of a tile, the lowest number off the image, and the largest of that.
+DEVICE Lanes rectify(const Normalizer& normalized, const Tile& tile, const Lanes (&raw)[PIXELS], Lanes (&y)[PIXELS]) {
+    Lanes largest = lanes_of(LOWEST);
+#pragma unroll
+    for (int i = 0; i < PIXELS; ++i) {
+        y[i] = normalized(raw[i]);
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) {
+            y[i].pairs[j] = tile.inside(i) ? y[i].pairs[j] : LOWEST;
+            largest.pairs[j] = lane_max(largest.pairs[j], y[i].pairs[j]);
+        }
+    }
+    return largest;
+}
+
+#if defined(FORWARD)
+
+// Pitches: of x, y.
+extern "C" __global__ void __launch_bounds__(256, 3)
+batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
+                            const float* __restrict__ beta, T* __restrict__ y, T* __restrict__ pooled, Tiling tiling,
+                            Chunks cut) {
+    await_predecessor();
+    const Share at = chunk_share(cut, 1);
+    if (at.row >= at.rows) return;
+    const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
+    for (int row = at.row; row < at.rows; row += at.step) {
+        const Tile tile(tiling, row);
+        Lanes raw[PIXELS], values[PIXELS];
+        load_tile(x, cut.pitch[0], at.channel, tile, raw);
+        const Lanes largest = rectify(normalized, tile, raw, values);
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i)
+            if (tile.inside(i)) store_raw<VEC>(y + tile.place(i, cut.pitch[1]) + at.channel, values[i]);
+        if (tile.counts) store_raw<VEC>(pooled + tile.window * cut.channels + at.channel, largest);
+    }
+}
+
+#else
+
+// Without a packed comparison (bfloat16 before Hopper) three blocks would spill.
+constexpr int RESIDENT = DTYPE == 1 && __CUDA_ARCH__ < 900 ? 2 : 3;
+
+// A tile on the way back: what was read of x, and the gradient of the batch norm's output. Pitches: of x, add.
+struct Gradients {
+    Lanes raw[PIXELS], g[PIXELS];
+
+    __device__ __forceinline__ Gradients(const Normalizer& normalized, const Tile& tile, const Tiling& tiling,
+                                         const Chunks& cut, int channel, const T* __restrict__ dy,
+                                         const T* __restrict__ x, const T* __restrict__ add) {
+        Lanes more[PIXELS], y[PIXELS];
+        load_tile(x, cut.pitch[0], channel, tile, raw);
+        if (ADD) load_tile(add, cut.pitch[1], channel, tile, more);
+        Lanes share = load_raw<VEC>(dy + tile.window * tiling.dy_pitch + channel);
+        const Lanes largest = rectify(normalized, tile, raw, y);
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) share.pairs[j] = tile.counts ? share.pairs[j] : 0;
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i) {
+#pragma unroll
+            for (int j = 0; j < WORDS; ++j) {
+                const u32 mine = lane_equal(y[i].pairs[j], largest.pairs[j]);
+                u32 gradient = share.pairs[j] & mine;
+                share.pairs[j] &= ~mine;  // nothing is left for another of equal ones
+                if (ADD) gradient = lane_add(gradient, more[i].pairs[j]);
+                g[i].pairs[j] = gradient & lane_greater(y[i].pairs[j], 0);
+            }
+        }
+    }
+};
+
+#if defined(STATS)
+
+// partial (chunks, 2, C).
+extern "C" __global__ void __launch_bounds__(256, RESIDENT)
+batch_norm_max_tiles_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ add, const T* __restrict__ x,
+                                           const float* __restrict__ moments, const float* __restrict__ gamma,
+                                           const float* __restrict__ beta, float* __restrict__ partial, Tiling tiling,
+                                           Chunks cut) {
+    await_predecessor();
+    const Share at = chunk_share(cut, 1);
+    float sum[VEC] = {}, product[VEC] = {};
+    if (at.row < at.rows) {
+        const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
+        for (int row = at.row; row < at.rows; row += at.step) {
+            const Tile tile(tiling, row);
+            const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
+#pragma unroll
+            for (int i = 0; i < PIXELS; ++i) {
+                float g[VEC], v[VEC];
+                unpack(found.g[i], g);  // zeros off the image
+                unpack(found.raw[i], v);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    sum[e] += g[e];
+                    product[e] = fmaf(g[e], v[e] - normalized.mean[e], product[e]);
+                }
+            }
+        }
+    }
+    leave_sums(sum, product, partial, cut);
+}
+
+#else
+
+extern "C" __global__ void __launch_bounds__(256, RESIDENT)
+batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__ add, const T* __restrict__ x,
+                                           const float* __restrict__ moments, const float* __restrict__ gamma,
+                                           const float* __restrict__ beta, const double* __restrict__ sums,
+                                           const double* __restrict__ count, T* __restrict__ dx, Tiling tiling,
+                                           Chunks cut) {
+    await_predecessor();
+    const Share at = chunk_share(cut, 1);
+    if (at.row >= at.rows) return;
+    const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
+    float level[VEC] = {}, slope[VEC] = {};
+    if (BATCH) load_sums(moments, sums, count, cut.channels, at.channel, level, slope);
+    for (int row = at.row; row < at.rows; row += at.step) {
+        const Tile tile(tiling, row);
+        const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
+#pragma unroll
+        for (int i = 0; i < PIXELS; ++i) {
+            float g[VEC], v[VEC];
+            unpack(found.g[i], g);
+            unpack(found.raw[i], v);
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) {
+                if (BATCH) g[e] -= fmaf(v[e] - normalized.mean[e], slope[e], level[e]);
+                g[e] = fmaf(g[e], normalized.scale[e], 0.0f);  // no negative zeros
+            }
+            if (tile.inside(i)) store(dx + tile.place(i, cut.channels) + at.channel, g);
+        }
+    }
+}
+
+#endif
+#endif
