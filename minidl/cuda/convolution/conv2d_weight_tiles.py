@@ -93,6 +93,19 @@ class WeightTile(NamedTuple):
         return ROW_BYTES * (self.rows + self.columns + products * (SPAN + across))
 
     @property
+    def normalizing(self) -> WeightTile:
+        """The same where x is normalised on the way: products are turned over, channels times filters, and warpgroups
+        have columns of their own where they can, so that each value is normalised once.
+        """
+        split = prod(self.warpgroups) == 2 and self.columns % (2 * SPAN) == 0
+        return self._replace(warpgroups=(1, 2)) if split else self
+
+    @property
+    def turned(self) -> WeightTile:
+        """Columns x rows."""
+        return self._replace(rows=self.columns, columns=self.rows, warpgroups=self.warpgroups[::-1])
+
+    @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
@@ -303,9 +316,9 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
-# kernel; bytes of a pass of its own.
-_STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
+# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by; microseconds
+# to normalise a stage of the halo kernel; bytes of a pass of its own.
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.4, 64: 1.95}, 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -349,8 +362,8 @@ def taken(
     if shared and choice.split[1] > 1:
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
-    able = [tile for tile in every if (not normalized or _spare(tile)) and (not shared or shares(tile, tf32))]
-    tiles = {tile.name: tile for tile in able}
+    able = (_normalizing(tile, conv) if normalized else tile for tile in every if not shared or shares(tile, tf32))
+    tiles = {tile.name: tile for tile in able if tile is not None}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
@@ -374,9 +387,13 @@ def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
     return isinstance(tile, WeightTile) and tf32 < 3
 
 
-def _spare(tile: WeightTile | HaloTile) -> bool:
-    """Whether a block has warps to spare that can normalise x, and registers for them."""
-    return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
+def _normalizing(tile: WeightTile | HaloTile, conv: Convolution) -> WeightTile | HaloTile | None:
+    """As it normalises x; None where registers do not suffice."""
+    if isinstance(tile, HaloTile):
+        return tile
+    area, flat = tile.rows * tile.columns, conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+    fits = area <= 2**15 and (flat or tile.resident == 1 or area < 2**14)
+    return tile.normalizing if fits else None
 
 
 def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
@@ -390,22 +407,21 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
     lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
-    for tile in tiles_of(tf32):
+    for tile in filter(None, (_normalizing(tile, conv) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
-        if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
+        if tiles[0] * tiles[1] * area > 1.3 * least:
             continue
-        if normalized and not _spare(tile):
-            continue
-        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared[tile.resident > 1])
-        normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
+        traffic = (tile.turned if normalized else tile).traffic
+        product = max(span * area / _rate(tile, tf32), traffic / rates.shared[tile.resident > 1])
+        product *= _NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1
         shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 down = rows_first(conv, division)
                 copied, copy = _copy(tiles, conv.groups, division, tile, span, rates, down)
-                step = max(product, copy * slower, normalizing)
+                step = max(product, copy * slower)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
     if grid is not None:

@@ -1,0 +1,124 @@
+// How conv2d_weight_hopper.cu normalises x, in registers; a part of it, which knows its structures.
+//
+// Products are turned over, channels times filters: a thread has the same two channels of each block for all pixels, and
+// keeps what they need. So nothing is read besides, and a value takes five instructions for every two (conv2d_input.cuh) of
+// each warpgroup that has its columns: beside 16 x 16 x N products they hide where N, the filters of a warpgroup, is 256.
+// The sums are turned back at the end.
+#pragma once
+#include "conv2d_input.cuh"
+
+constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
+using Sum = float[BLOCKS][ROWS / 2];
+
+// Which of the pixels of a stage have their tap in an image, a bit for each; `at`: those of this lane, 32 apart.
+DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
+    u64 bits = 0;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        bool inside = first + i * 32 + int(threadIdx.x % 32) < p.pixels;
+        if constexpr (!FLAT)
+            inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
+                      u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
+        bits |= u64(__ballot_sync(0xffffffffu, inside)) << i * 32;
+    }
+    return bits;
+}
+
+// Products that are started together, and such groups that run while the next one's operands are made.
+constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = SHIFT || ROWS < 128;
+
+// A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
+// filters. A thread has two channels of each block for all pixels.
+DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work& work, const Norm& norm, Ring<STAGES>& ring,
+                       int row, int column) {
+    const u32 thread = thread_again(), lane = thread % 32, warp = thread / 32;
+    Affine affine[BLOCKS][2];
+    Columns columns[BLOCKS];
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) {
+        columns[i] = Columns(p, work.block + column / 64 + i);
+        const int channel = columns[i].channel + warp * 16 + lane / 4;
+        affine[i][0] = Affine(norm, channel), affine[i][1] = Affine(norm, channel + 8);
+    }
+    Pixels pixels[] = {{p, work.first * SPAN + int(lane)}, {p, work.first * SPAN + 32 + int(lane)}};
+    // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
+    const u32 from = (ROW_BLOCKS + column / 64) * BLOCK_BYTES + (lane / 16 * 8 + lane % 8) * 128 +
+                     ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    u32 before = 0;
+    for (int step = work.first; step < work.last; ++step) {
+        const u32 stage = at.stage(ring.index);
+        const u64 gradients = operand(stage + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
+        u64 inside[BLOCKS];
+        bool whole = true;
+        if (!FLAT || step * SPAN + SPAN > p.pixels)
+#pragma unroll
+            for (int i = 0; i < BLOCKS; ++i) {
+                inside[i] = taps_inside(p, pixels, columns[i], step * SPAN);
+                whole &= inside[i] == ~0ull;
+                inside[i] >>= lane % 4 * 2;
+            }
+        if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
+        barrier_wait(at.filled(ring.index), ring.parity);
+#pragma unroll
+        for (int g = 0; g < GROUPS; ++g) {
+            u32 raw[GROUP][4], words[GROUP][4];
+#pragma unroll
+            for (int n = 0; n < GROUP; ++n) {
+                const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
+                load_matrices<true>(raw[n], stage + from + i * BLOCK_BYTES + k * 2048);
+            }
+            // Registers of those that ran longest are free again.
+            await_products<AHEAD>();
+            if (g == AHEAD && lane == 0 && step > work.first) barrier_arrive(before);
+#pragma unroll
+            for (int n = 0; n < GROUP; ++n) {
+                const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    words[n][j] = affine[i][j % 2](raw[n][j]);
+                    if (!whole) {
+                        const u32 bits = u32(inside[i] >> k * 16 + j / 2 * 8);
+                        words[n][j] &= (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
+                    }
+                }
+            }
+            product_fence();
+#pragma unroll
+            for (int n = 0; n < GROUP; ++n) {
+                const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
+                multiply<true>(sum[i], words[n], gradients + operand_step(k * 2048), k ? 1 : step - work.first);
+            }
+            commit_products();
+        }
+        before = at.emptied(ring.index);
+        ring.advance();
+    }
+    await_products<0>();
+    if (TURNS && lane == 0) barrier_arrive(before);
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
+}
+
+// Of a thread's accumulators, once they are turned over: see below.
+constexpr int ACROSS = 16, DOWN = 8, PER = 2;
+
+DEVICE int thread_row() { return threadIdx.x % 32 / 4; }
+
+// A warp's part of the warpgroup's, from row and column on.
+DEVICE void find_part(int& row, int& column) { column += threadIdx.x / 32 % 4 * 16; }
+
+// Of two blocks of 8 columns 16 rows each.
+using Turned = float[ROWS / 16][8 * BLOCKS];
+
+DEVICE void turn(Turned& turned, const Sum& sum) {
+#pragma unroll
+    for (int i = 0; i < BLOCKS; ++i)
+#pragma unroll
+        for (int j = 0; j < ROWS / 8; ++j)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                float *const to = turned[j / 2] + 8 * i + 4 * half + j % 2 * 2;
+                to[0] = sum[i][4 * j + 2 * half], to[1] = sum[i][4 * j + 2 * half + 1];
+                turn_over(to[0], to[1]);
+            }
+}
