@@ -16,19 +16,13 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo, halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import (
-    HALO,
-    ITEMSIZE,
-    ROW_BYTES,
-    SPAN,
     TILES,
     WORKERS,
     Division,
-    HaloTile,
     WeightTile,
     choose,
-    halo,
-    halo_views,
     normalizes,
     options,
     rows_first,

@@ -102,10 +102,10 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
 // Of a thread's accumulators, once they are turned over: see below.
 constexpr int ACROSS = 16, DOWN = 8, PER = 2;
 
-DEVICE int thread_row() { return threadIdx.x % 32 / 4; }
+DEVICE int thread_row() { return thread_again() % 32 / 4; }
 
 // A warp's part of the warpgroup's, from row and column on.
-DEVICE void find_part(int& row, int& column) { column += threadIdx.x / 32 % 4 * 16; }
+DEVICE void find_part(int& row, int& column) { column += thread_again() / 32 * 16; }
 
 // Of two blocks of 8 columns 16 rows each.
 using Turned = float[ROWS / 16][8 * BLOCKS];

@@ -1,4 +1,4 @@
-"""Tiles of the weight gradient on Hopper, the grid of its halo kernel, and which of them should finish first.
+"""Tiles of the weight gradient on Hopper, and which of them should finish first.
 
 Pure functions of sizes: whatever is chosen here cuts the sums, so it must not depend on the device.
 """
@@ -13,24 +13,17 @@ from typing import NamedTuple
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import reads
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
-    "HALO",
-    "ITEMSIZE",
-    "SPAN",
     "TF32_TILES",
     "THREE_TILES",
     "TILES",
     "WORKERS",
     "Division",
-    "Grid",
-    "HaloTile",
     "WeightTile",
     "choose",
-    "halo",
-    "halo_views",
     "normalizes",
     "options",
     "rows_first",
@@ -40,10 +33,6 @@ __all__ = [
     "tiles_of",
 ]
 
-SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
-ROW_BYTES = 128  # of a block
-ITEMSIZE = 2
-SHARED_BYTES = 227 * 1024  # that a block may have
 WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
 
 
@@ -154,74 +143,6 @@ def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
     return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
 
 
-class HaloTile(NamedTuple):
-    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
-
-    stages: int
-    name, threads, resident, size = "halo", 512, 1, (SPAN, 9 * SPAN)
-    traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"STAGES": self.stages}
-
-
-HALO = HaloTile(5)
-_HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
-
-
-class Grid(NamedTuple):
-    """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
-
-    size: Pair
-    tap: Pair
-
-    @property
-    def ahead(self) -> int:
-        """Stages of x that one of dy reaches beyond its own."""
-        return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
-
-    def shared_bytes(self, stages: int) -> int:
-        """Stages of both arrays, later reused for the sums."""
-        return max((self.ahead + 2 * stages + 1) * _HALO_BYTES, 4 * SPAN * 9 * SPAN) + 1024
-
-
-@functools.lru_cache(maxsize=1024)
-def halo(conv: Convolution) -> Grid | None:
-    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
-    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
-        return None
-    size = tuple(
-        max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
-        for image, outputs, padding, step in zip(
-            (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
-        )
-    )
-    grid = Grid(size, (conv.dilation[0] * size[1], conv.dilation[1]))
-    fits = grid.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
-    dense = conv.channels, conv.out_channels
-    return grid if fits and halo_views(conv, 1, dense, grid).legal else None
-
-
-def halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:
-    """Of dy and of x, walked over the grid."""
-    source = conv.images, conv.height, conv.width, conv.channels
-    return Views(
-        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), grid.size), 0),
-        (_on_grid(code, source, pitches[0], conv.padding, grid.size), 1),
-    )
-
-
-def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: Pair) -> View:
-    """An image as one walks it over a grid of points, of which some lie before and some behind it."""
-    images, height, width, channels = shape
-    pixel = pitch * ITEMSIZE
-    first = (-before[1], -before[0])
-    last = (grid[1] - before[1] - width, grid[0] - before[0] - height)
-    pitches = (pixel, width * pixel, height * width * pixel)
-    return View(code, (channels, width, height, images), pitches, (SPAN, SPAN), (first, last))
-
-
 class Division(NamedTuple):
     """How the pixels are summed: of ``tiles`` tiles one after another, in ``parts`` partial sums, each by a cluster of
     ``cluster`` blocks. With several tiles a partial sum may end one and begin the next; then there are no clusters.
@@ -316,8 +237,8 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by; microseconds
-# to normalise a stage of the halo kernel; bytes of a pass of its own.
+# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
+# microseconds to normalise a stage of the halo kernel; bytes of a pass of its own.
 _NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.4, 64: 1.95}, 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
