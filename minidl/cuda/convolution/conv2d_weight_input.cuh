@@ -10,22 +10,41 @@
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];
 
-// Which of the pixels of a stage have their tap in an image, a bit for each; `at`: those of this lane, 32 apart.
-DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
-    u64 bits = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        bool inside = first + i * 32 + int(threadIdx.x % 32) < p.pixels;
-        if constexpr (!FLAT)
-            inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
-                      u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
-        bits |= u64(__ballot_sync(0xffffffffu, inside)) << i * 32;
-    }
-    return bits;
-}
+// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h] says
+// it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
+struct Inside {
+    u32 even[2], odd[2];
 
-// Products that are started together, and such groups that run while the next one's operands are made.
+    // at: pixels 2 * lane and 2 * lane + 1, which are `first` and the next.
+    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
+        u32 found[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            bool inside = first + i < p.pixels;
+            if constexpr (!FLAT)
+                inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
+                          u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
+            found[i] = __ballot_sync(0xffffffffu, inside);
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const u32 shift = 7 - 4 * h - threadIdx.x % 4;
+            even[h] = found[0] << shift, odd[h] = found[1] << shift;
+        }
+    }
+
+    // Ones for those of a pair that are.
+    __device__ __forceinline__ u32 mask(int k, int h) const {
+        u32 pair;
+        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(pair) : "r"(even[h]), "r"(odd[h]), "r"(0xcc88 + 0x1111 * k));
+        return pair;
+    }
+};
+
+// Products that are started together, and such groups that run while the next one's operands are made, as registers allow.
+// In a loop that is not unrolled the next operands have the registers of the last: none may run.
 constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = SHIFT || ROWS < 128;
+constexpr int UNROLL = AHEAD ? GROUPS : 1;
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
@@ -40,7 +59,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
         const int channel = columns[i].channel + warp * 16 + lane / 4;
         affine[i][0] = Affine(norm, channel), affine[i][1] = Affine(norm, channel + 8);
     }
-    Pixels pixels[] = {{p, work.first * SPAN + int(lane)}, {p, work.first * SPAN + 32 + int(lane)}};
+    int pixel = work.first * SPAN + int(lane) * 2;
+    Pixels pixels[] = {{p, pixel}, {p, pixel + 1}};
+    Inside inside[BLOCKS];
     // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
     const u32 from = (ROW_BLOCKS + column / 64) * BLOCK_BYTES + (lane / 16 * 8 + lane % 8) * 128 +
                      ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
@@ -48,18 +69,14 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
     for (int step = work.first; step < work.last; ++step) {
         const u32 stage = at.stage(ring.index);
         const u64 gradients = operand(stage + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
-        u64 inside[BLOCKS];
-        bool whole = true;
-        if (!FLAT || step * SPAN + SPAN > p.pixels)
+        if constexpr (BORDER) {
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) {
-                inside[i] = taps_inside(p, pixels, columns[i], step * SPAN);
-                whole &= inside[i] == ~0ull;
-                inside[i] >>= lane % 4 * 2;
-            }
-        if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
+            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i], pixel);
+            if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
+            pixel += SPAN;
+        }
         barrier_wait(at.filled(ring.index), ring.parity);
-#pragma unroll
+#pragma unroll UNROLL
         for (int g = 0; g < GROUPS; ++g) {
             u32 raw[GROUP][4], words[GROUP][4];
 #pragma unroll
@@ -76,10 +93,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
                     words[n][j] = affine[i][j % 2](raw[n][j]);
-                    if (!whole) {
-                        const u32 bits = u32(inside[i] >> k * 16 + j / 2 * 8);
-                        words[n][j] &= (bits & 1 ? 0xffffu : 0u) | (bits & 2 ? 0xffff0000u : 0u);
-                    }
+                    if constexpr (BORDER) words[n][j] &= inside[i].mask(k, j / 2);
                 }
             }
             product_fence();

@@ -237,9 +237,9 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
-# microseconds to normalise a stage of the halo kernel; bytes of a pass of its own.
-_NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.4, 64: 1.95}, 0.61, 4.0e6
+# Microseconds of a multiprocessor to normalise 64 pixels x 64 channels for a warpgroup, and where taps may lie outside of
+# an image; a stage of the halo kernel; bytes of a pass of its own.
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = (0.04, 0.06), 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -283,7 +283,7 @@ def taken(
     if shared and choice.split[1] > 1:
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
-    able = (_normalizing(tile, conv) if normalized else tile for tile in every if not shared or shares(tile, tf32))
+    able = (_normalizing(tile) if normalized else tile for tile in every if not shared or shares(tile, tf32))
     tiles = {tile.name: tile for tile in able if tile is not None}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
@@ -308,13 +308,11 @@ def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
     return isinstance(tile, WeightTile) and tf32 < 3
 
 
-def _normalizing(tile: WeightTile | HaloTile, conv: Convolution) -> WeightTile | HaloTile | None:
+def _normalizing(tile: WeightTile | HaloTile) -> WeightTile | HaloTile | None:
     """As it normalises x; None where registers do not suffice."""
     if isinstance(tile, HaloTile):
         return tile
-    area, flat = tile.rows * tile.columns, conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
-    fits = area <= 2**15 and (flat or tile.resident == 1 or area < 2**14)
-    return tile.normalizing if fits else None
+    return tile.normalizing if tile.rows * tile.columns <= 2**15 else None
 
 
 def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
@@ -328,14 +326,15 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
     lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
-    for tile in filter(None, (_normalizing(tile, conv) if normalized else tile for tile in tiles_of(tf32))):
+    for tile in filter(None, (_normalizing(tile) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
         if tiles[0] * tiles[1] * area > 1.3 * least:
             continue
         traffic = (tile.turned if normalized else tile).traffic
         product = max(span * area / _rate(tile, tf32), traffic / rates.shared[tile.resident > 1])
-        product *= _NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1
+        if normalized:
+            product += tile.warpgroups[0] * tile.columns // SPAN * _NORMALIZED[conv.padding != (0, 0)]
         shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
