@@ -51,7 +51,7 @@ KERNEL = re.compile(r"__global__(?:\s|void|CLUSTERED|__\w+__\((?:[^()]|\([^()]*\
 # How a process begins lines of its own: how many cases there are, a kernel's first start, the seconds of a case.
 CASES, STARTED, TOOK = "cases: ", "started: ", "took: "
 ALONE = {"all_reduce", "ceiling", "spin"}  # files whose kernels need several GPUs, or write nothing that could be wrong
-# Cases that are taken as well: no other starts adaptive_avg_pool2d_merge, blend, csb_skinny, depthwise_weight and direct.
+# Cases that are taken as well: no other starts adaptive_avg_pool2d_merge, blend, csb_skinny, depthwise_weight, direct.
 ALSO = (
     r"test_pool2d_ops.*of_a_large_image", r"::test_blend_.*-64\b", r"::test_every_route_of_16_bit.*-last",
     r"::test_whole_numbers_give_the_bits_of_the_definition.*11x11", r"::test_textbook_kernels_equal.*direct",

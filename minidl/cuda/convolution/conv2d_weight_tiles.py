@@ -237,8 +237,8 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# Microseconds of a multiprocessor to normalise 64 pixels x 64 channels for a warpgroup, and where taps may lie outside of
-# an image; a stage of the halo kernel; bytes of a pass of its own.
+# Microseconds of a multiprocessor to normalise 64 pixels x 64 channels for a warpgroup, and where taps may lie outside
+# of an image; a stage of the halo kernel; bytes of a pass of its own.
 _NORMALIZED, _HALO_NORMALIZED, _PASSED = (0.04, 0.06), 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
