@@ -48,7 +48,7 @@
 // Grid: a block works on up to `share` tiles. Blocks come in groups of `group`, as many as run at a time, and the blocks
 // of a group take tiles in turn: what is in flight at any time is one stretch of memory, and column tiles are counted
 // first, so that blocks which share source pixels run together. Groups follow each other as multiprocessors become free.
-// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, also across
+// Block: two warpgroups multiply, or three of a tile of 192 rows, equal shares of the rows; one thread of a third keeps the pipeline filled, also across
 // tiles.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
@@ -65,7 +65,7 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = 2;
+constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
@@ -447,7 +447,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             fill_affine(at, p, {moments, gamma, beta, p.depth}, first, last);
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<NORMALIZED ? 224 : 232>();
+        if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (int i = first; i < last; i += p.group) {
