@@ -375,7 +375,9 @@ def test_the_assembler_makes_the_same_of_sm_86_and_sm_89(stem):
         assert nvrtc.build(stem, "sm_89", dict(defines)).kernels == compiled[stem, defines].kernels
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, conv2d_hopper_tiles.THIRD, *HALO_TILES), ids=str)
+@pytest.mark.parametrize(
+    "tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, conv2d_hopper_tiles.THIRD, *HALO_TILES), ids=str
+)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, all types."""

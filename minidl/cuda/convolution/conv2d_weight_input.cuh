@@ -42,9 +42,7 @@ struct Inside {
 };
 
 // Products that are started together, and such groups that run while the next one's operands are made, as registers allow.
-// In a loop that is not unrolled the next operands have the registers of the last: none may run.
-constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = SHIFT || ROWS < 128;
-constexpr int UNROLL = AHEAD ? GROUPS : 1;
+constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = 1;
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
@@ -76,7 +74,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
             pixel += SPAN;
         }
         barrier_wait(at.filled(ring.index), ring.parity);
-#pragma unroll UNROLL
+#pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             u32 raw[GROUP][4], words[GROUP][4];
 #pragma unroll

@@ -237,9 +237,9 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# Microseconds of a multiprocessor to normalise 64 pixels x 64 channels for a warpgroup, and where taps may lie outside
-# of an image; a stage of the halo kernel; bytes of a pass of its own.
-_NORMALIZED, _HALO_NORMALIZED, _PASSED = (0.04, 0.06), 0.61, 4.0e6
+# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
+# microseconds to normalise a stage of the halo kernel; bytes of a pass of its own.
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.35, 64: 1.6}, 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -312,7 +312,7 @@ def _normalizing(tile: WeightTile | HaloTile) -> WeightTile | HaloTile | None:
     """As it normalises x; None where registers do not suffice."""
     if isinstance(tile, HaloTile):
         return tile
-    return tile.normalizing if tile.rows * tile.columns <= 2**15 else None
+    return tile.normalizing if tile.rows * tile.columns <= 2**15 // tile.resident**2 else None
 
 
 def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
@@ -333,8 +333,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         traffic = (tile.turned if normalized else tile).traffic
         product = max(span * area / _rate(tile, tf32), traffic / rates.shared[tile.resident > 1])
-        if normalized:
-            product += tile.warpgroups[0] * tile.columns // SPAN * _NORMALIZED[conv.padding != (0, 0)]
+        product *= _NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1
         shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
