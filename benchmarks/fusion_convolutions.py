@@ -4,11 +4,11 @@ Forward, a convolution takes the statistics of what it writes; its data gradient
 summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
 output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
 that of one normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the
-convolution alone; `cost` is the kernel with over the kernel without, `of it bytes` the share of the time between
-them that is explained by the arrays it reads besides, at the speed of a copy, `floor` the kernel's: all arrays moved
-once at that speed, or its products made at the data sheet's rate; `whole` also adds up what the kernel leaves. What is
-farthest over its limit comes first. The peer is PyTorch's convolution with its own passes; inputs rotate past the cache
-on both sides.
+convolution alone; `cost` is the kernel with over the kernel without; `floor` is the kernel's with: all arrays moved
+once at the speed of a copy, or its products made at the data sheet's rate; `bound` what the cost cannot be below
+where that is more than the kernel without takes; `plan` whether the network's plan `auto` does this at the layer;
+`whole` also adds up what the kernel leaves. What is farthest over its limit comes first. The peer is PyTorch's
+convolution with its own passes; inputs rotate past the cache on both sides.
 """
 
 from __future__ import annotations
@@ -25,15 +25,20 @@ from unittest import mock
 
 import bench_conv
 import numpy as np
-from pages.fusion import share_of_bytes
+from pages.fusion import bound
 
 from minidl import cuda as ops
+from minidl import fusion
+from minidl.bench.setup import Setup
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.cuda.norm.signs import signs_shape
-from minidl.precision import bfloat16, float32
+from minidl.fusion.apply import machine_of
+from minidl.fusion.cost import heuristic
+from minidl.fusion.plans import MODES, modes_of
+from minidl.precision import bfloat16, float32, precision
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
@@ -187,6 +192,21 @@ def _joined(layer: bench_conv.Layer) -> bool:
     return layer.kernel == 1 and layer.channels > layer.filters
 
 
+def _planned(network: str, batch: int) -> set[tuple]:
+    """(mode, channels, filters, kernel, stride, size) of the convolutions that do something on the way in `auto`'s
+    plan."""
+    graph = Setup(network, batch, "bf16", "cuda").graph()
+    sites, found = fusion.find_sites(graph), set()
+    ways = heuristic(graph, sites, precision("bf16"), machine_of(ops)).sites
+    for site in sites:
+        for mode in modes_of(ways[site.name]):
+            conv = graph[getattr(site, MODES[mode].by)].layer if MODES[mode].by else None
+            if hasattr(conv, "stride"):
+                size = site.shape[0] * (conv.stride[0] if MODES[mode].by == "producer" else 1)
+                found.add((mode, conv.in_channels, conv.out_channels, conv.kernel_size[0], conv.stride[0], size))
+    return found
+
+
 def _compile_ahead(layers: list[bench_conv.Layer]) -> None:
     """Compile what the passes will start, on all cores."""
     with dry_run(current_device()) as log:
@@ -227,31 +247,36 @@ def convolutions(a: argparse.Namespace) -> list[Row]:
     layers.sort(key=lambda layer: layer.bytes(2))  # the quick ones first: --minutes cuts off few
     _compile_ahead(layers)
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
+    planned = _planned(a.network, a.batch)
     rows, started = [], time.perf_counter()
     for layer in layers:
         if time.perf_counter() - started > 60 * a.minutes:
             print(f"not measured: {layer.name}", flush=True)
         else:
-            rows += _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth)
+            rows += _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth, planned)
     rows.sort(key=lambda row: row["cost"] - row["limit"], reverse=True)
     table = [
         [row["case"], row["pass"], row["arm"], str(row["count"])]
         + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
-        + [f"{row['cost']:+.1%}", share_of_bytes(row), f"{1e3 * row['floor_ms']:.1f}"]
+        + [f"{row['cost']:+.1%}", f"{bound(row):+.1%}", "yes" if row["planned"] else "", f"{1e3 * row['floor_ms']:.1f}"]
         + [f"{1e3 * row[key]:.1f}" for key in ("ms", "apart_ms")]
         + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
         for row in rows
     ]
-    columns = "layer,pass,arm,times,plain,kernel,cost,of it bytes,floor,whole,apart,PyTorch".split(",")
+    columns = "layer,pass,arm,times,plain,kernel,cost,bound,plan,floor,whole,apart,PyTorch".split(",")
     for pass_, kind in PASSES.values():
         mine = [row for row in rows if (row["pass"], _kind(row)) == (pass_, kind)]
         total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
         mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
         cost, limit = total("kernel_ms") / total("plain_ms") - 1, LIMITS[kind]
         within = sum(row["cost"] <= limit for row in mine)
-        beyond = sum(row["cost"] - row["bytes_ms"] / row["plain_ms"] <= limit for row in mine)
+        above = sum((1 + row["cost"]) <= (1 + bound(row)) * (1 + limit) for row in mine)
+        chosen = [row["cost"] for row in mine if row["planned"]]
         print(f"{pass_}, {kind}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
-        print(f"{pass_}, {kind}: {within} of {len(mine)} layers within {limit:.0%}, {beyond} beyond their bytes")
+        print(f"{pass_}, {kind}: {within} of {len(mine)} layers within {limit:.0%}, {above} within that of their bound")
+        if chosen:
+            least = statistics.geometric_mean(1 + cost for cost in chosen)
+            print(f"{pass_}, {kind}: cost {least - 1:+.1%} in the mean of the {len(chosen)} layers of the plan `auto`")
         print(f"{pass_}, {kind}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
     show(f"batch norms in convolutions of {a.network}, batch {a.batch}, bf16: microseconds", columns, table)
     return rows
@@ -261,7 +286,7 @@ def _kind(row: Row) -> str:
     return row["arm"].split(",")[0]
 
 
-def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row]:
+def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
     import cupy
     import torch
 
@@ -279,6 +304,7 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
         if peer not in peers:
             peers[peer] = time_calls(getattr(arrays, name)(), budget, "replayed", "cuda")
         added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind == "gradients" and arrays.joined)
+        place = layer.channels, layer.filters, layer.kernel, layer.stride, layer.size
         floor = max((layer.bytes(2) + added + addend) / bandwidth, layer.flop / (bf16.tflops * 1e12))
         rows.append({
             "case": layer.name, "pass": pass_, "dtype": "bf16",
@@ -286,7 +312,8 @@ def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float) -> list[Row
             "ms": times["whole"].ms, "spread": times["whole"].spread, "count": layer.count,
             "plain_ms": times["plain"].ms, "kernel_ms": times["kernel"].ms, "apart_ms": times["apart"].ms,
             "cost": times["kernel"].ms / times["plain"].ms - 1, "limit": LIMITS[kind],
-            "bytes_ms": 1e3 * added / bandwidth, "floor_ms": 1e3 * floor, "peers": {"torch-eager": peers[peer].ms},
+            "planned": ({"packed": "prologue"}.get(kind, kind), *place) in planned,
+            "floor_ms": 1e3 * floor, "peers": {"torch-eager": peers[peer].ms},
         })  # fmt: skip
         cupy.get_default_memory_pool().free_all_blocks()
         torch.cuda.empty_cache()

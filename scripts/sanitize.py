@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Laws of the GPU kernels under compute-sanitizer: a few cases of each, dealt among several processes.
+"""Laws of the GPU kernels under compute-sanitizer: a few cases of each, taken in turn by several processes.
 
     python scripts/sanitize.py                                               # memcheck, then racecheck
     python scripts/sanitize.py --tool racecheck --cases 3 tests/test_depthwise.py
@@ -7,7 +7,9 @@
 
 memcheck finds accesses outside of arrays, racecheck accesses to shared memory that no barrier orders. Both slow kernels
 down many times, so of each law ``--cases`` are taken, evenly from all of them, and no law that is there for large
-arrays. What a process says is in build/sanitize/TOOL-I.txt. Kernels that no case started are named.
+arrays; of some laws also cases for the sake of kernels that no other starts. Processes are dealt among the GPUs of
+CUDA_VISIBLE_DEVICES. What a process says is in build/sanitize/TOOL/I.txt. Told are kernels that no case started, and
+where time ends it all, what was running and how many cases were not reached.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 LAWS = (
     "test_conv2d_*", "test_cuda_conv2d", "test_depthwise", "test_*_ops", "test_csb_conv2d", "test_csb_routes",
+    "test_compile::test_labels_are_counted", "test_compile::test_a_few_numbers_are_assigned",
 )  # fmt: skip
 TOOLS = ("memcheck", "racecheck")
 FOUND = 9  # the exit status of a process in which memcheck found something
@@ -45,31 +48,57 @@ KNOWN = {
 }
 MARK = "========= "  # how the tool begins its lines
 KERNEL = re.compile(r"__global__(?:\s|void|CLUSTERED|__\w+__\((?:[^()]|\([^()]*\))*\))+(\w+)\(")
-STARTED = "kernels started: "  # how a process ends
+# How a process begins lines of its own: how many cases there are, a kernel's first start, the seconds of a case.
+CASES, STARTED, TOOK = "cases: ", "started: ", "took: "
 ALONE = {"all_reduce", "ceiling", "spin"}  # files whose kernels need several GPUs, or write nothing that could be wrong
-SMALL = "not large and not to_the_31 and not at_size and not every_16_bit"
+# Cases that are taken as well: no other starts adaptive_avg_pool2d_merge, blend, csb_skinny, depthwise_weight, direct.
+ALSO = (
+    r"test_pool2d_ops.*of_a_large_image", r"::test_blend_.*-64\b", r"::test_every_route_of_16_bit.*-last",
+    r"::test_whole_numbers_give_the_bits_of_the_definition.*11x11", r"::test_textbook_kernels_equal.*direct",
+    r"::test_a_join_leaves_the_signs.*bf16-shape9-dense",
+)  # fmt: skip
+SMALL = "of_a_large_image or not large and not to_the_31 and not at_size and not every_16_bit"
 
 
 class Few:
-    """A pytest plugin: a few cases of each law, and of the laws this process' share."""
+    """A pytest plugin: a few cases of each law, each of them by whichever process comes to it first.
 
-    def __init__(self, cases: int, index: int, jobs: int):
-        self.cases, self.index, self.jobs = cases, index, jobs
+    Processes begin at different places; who makes the file of a case in the folder ``claims`` has it.
+    """
+
+    def __init__(self, cases: int, claims: Path, begin: float = 0.0):
+        self.cases, self.claims, self.begin = cases, claims, begin
 
     @pytest.hookimpl(trylast=True)  # after the marks and words have chosen
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         laws = defaultdict(list)
         for item in items:
             laws[item.nodeid.partition("[")[0]].append(item)
-        mine = list(laws.items())[self.index :: self.jobs]
-        items[:] = [item for name, cases in mine for item in self._some(name, cases)]
+        some = [item for name, cases in laws.items() for item in self._some(name, cases)]
+        first = int(self.begin * len(some))
+        items[:] = some[first:] + some[:first]
+        print(f"\n{CASES}{len(items)}", flush=True)
 
     def _some(self, name: str, cases: list[pytest.Item]) -> list[pytest.Item]:
         """Evenly, from a place on that differs from law to law: not everywhere the first type and family."""
         first, count = zlib.crc32(name.encode()), len(cases)
         wanted = min(self.cases, count)
         places = {(first + i * count // wanted) % count for i in range(wanted)}
+        for words in ALSO:
+            places |= set([i for i, case in enumerate(cases) if re.search(words, case.nodeid)][:1])
         return [cases[place] for place in sorted(places)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        try:
+            (self.claims / f"{zlib.crc32(item.nodeid.encode()):08x}").touch(exist_ok=False)
+        except FileExistsError:
+            return True  # nothing more is to be done for it
+        return None
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            print(f"\n{TOOK}{report.duration:.1f} {report.nodeid}", flush=True)
 
 
 def work(a: argparse.Namespace) -> int:
@@ -78,21 +107,20 @@ def work(a: argparse.Namespace) -> int:
     from minidl.cuda.device import active_dry_run
     from minidl.cuda.launch import observed
 
-    index, jobs = map(int, a.share.split("/"))
+    index, jobs, claims = a.share.split("/", 2)
     words = f"({SMALL}) and ({a.words})" if a.words else SMALL
-    options = ["-m", "gpu and not alone and not multi_gpu", "-k", words, "-v", "-p", "no:cacheprovider", "--tb=short"]
+    options = ["-m", "gpu and not alone and not multi_gpu", "-k", words, "-vs", "-p", "no:cacheprovider", "--tb=short"]
     started = set()
 
     @contextmanager
     def note(stem: str, name: str, defines: Mapping[str, int | str]) -> Iterator[None]:
-        if active_dry_run() is None:
+        if active_dry_run() is None and name not in started:
             started.add(name)
+            print(f"\n{STARTED}{name}", flush=True)
         yield
 
     with observed(note):
-        code = pytest.main([*options, *a.laws], plugins=[Few(a.cases, index, jobs)])
-    print(STARTED, *sorted(started))
-    return code
+        return pytest.main([*options, *a.laws], plugins=[Few(a.cases, Path(claims), int(index) / int(jobs))])
 
 
 def kernels() -> set[str]:
@@ -103,35 +131,47 @@ def kernels() -> set[str]:
 
 def run(tool: str, a: argparse.Namespace) -> bool:
     """All processes of a tool; True when all came to their end and nothing was found."""
-    folder = ROOT / "build" / "sanitize"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = ROOT / "build" / "sanitize" / tool
+    shutil.rmtree(folder, ignore_errors=True)
+    (folder / "claims").mkdir(parents=True)
     started, processes = time.perf_counter(), {}
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
     for index in range(a.jobs):
         command = ["compute-sanitizer", "--tool", tool]
         command += ["--error-exitcode", str(FOUND)] if tool == "memcheck" else []
-        command += [sys.executable, __file__]
-        command += ["--share", f"{index}/{a.jobs}", "--cases", str(a.cases), "-k", a.words, *a.laws]
-        log = folder / f"{tool}-{index}.txt"
+        command += [sys.executable, __file__, "--share", f"{index}/{a.jobs}/{folder / 'claims'}"]
+        command += ["--cases", str(a.cases), "-k", a.words, *a.laws]
+        log = folder / f"{index}.txt"
+        mine = {"CUDA_VISIBLE_DEVICES": devices[index % len(devices)]} if devices[0] else {}
         with log.open("w") as file:
             processes[log] = subprocess.Popen(
-                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True
+                command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, start_new_session=True, env=os.environ | mine
             )
     codes = {log: _end(process, started + a.seconds) for log, process in processes.items()}
     texts = {log: log.read_text() for log in processes}
-    passed = sum(text.count(" PASSED ") for text in texts.values())
+    passed = sum(text.count("PASSED") for text in texts.values())
     none = "" if passed else " (no law ran: is there a GPU?)"
     print(f"{tool}: {passed} cases of laws passed{none}, {time.perf_counter() - started:.0f} s", flush=True)
-    seen = {name for text in texts.values() for line in text.splitlines() if line.startswith(STARTED)
-            for name in line.removeprefix(STARTED).split()}  # fmt: skip
-    left = sorted(kernels() - seen)
+    said = [line for text in texts.values() for line in text.splitlines()]
+    left = sorted(kernels() - {line.removeprefix(STARTED) for line in said if line.startswith(STARTED)})
     print(f"{tool}: not started, {len(left)} of {len(kernels())} kernels:", *left, flush=True)
-    clean = passed > 0
+    cases = max((int(line.removeprefix(CASES)) for line in said if line.startswith(CASES)), default=0)
+    missed = max(0, cases - len(list((folder / "claims").iterdir())))
+    if missed:
+        print(f"{tool}: {missed} of {cases} cases were not reached", flush=True)
+    times = [line.removeprefix(TOOK) for line in said if line.startswith(TOOK)]
+    times.sort(key=lambda time: -float(time.partition(" ")[0]))
+    print(f"{tool}: the longest, in seconds:", *times[:5], sep="\n  ", flush=True)
+    clean = passed > 0 and not missed
     for log, text in texts.items():
         told = races(text) if tool == "racecheck" else [line for line in text.splitlines() if line.startswith(MARK)]
-        told += [line for line in text.splitlines() if " FAILED " in line]
+        told += [line for line in text.splitlines() if "FAILED" in line]
         if codes[log] in (0, pytest.ExitCode.NO_TESTS_COLLECTED) and (tool == "memcheck" or not told):
             continue
-        ended = f"exit status {codes[log]}" if codes[log] is not None else f"not done after {a.seconds:.0f} s"
+        ended = f"exit status {codes[log]}"
+        if codes[log] is None:
+            running = [line for line in text.splitlines() if "::" in line and not line.startswith(TOOK)]
+            ended = f"not done after {a.seconds:.0f} s, in {running[-1] if running else 'no case'}"
         print(f"{log.relative_to(ROOT)}, {ended}:", *told[:20], sep="\n  ", flush=True)
         clean = False
     return clean
@@ -170,7 +210,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="for each tool (default 600)")
     parser.add_argument("--share", help=argparse.SUPPRESS)
     a = parser.parse_args()
-    a.laws = a.laws or [str(path) for law in LAWS for path in sorted((ROOT / "tests").glob(f"{law}.py"))]
+    a.laws = a.laws or [
+        str(path) + law.removeprefix(name) for law in LAWS for name in [law.partition("::")[0]]
+        for path in sorted((ROOT / "tests").glob(f"{name}.py"))
+    ]  # fmt: skip
     if a.share:
         sys.exit(work(a))
     if shutil.which("compute-sanitizer") is None:

@@ -13,9 +13,10 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
-from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_family import Choice, family
 from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, halo_views
+from minidl.cuda.convolution.conv2d_weight_grid import halo_views
+from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, taken
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
@@ -264,11 +265,16 @@ def test_every_tile_compiles_and_fits(tile, tf32):
             continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
         conv = convolution("test", (4, 16, 16, channels), (filters, *kernel, channels), strides, (0, 0), (1, 1), 1)
-        forced, pitches = (tile, hopper.Division(*division)), (channels, filters)
-        planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, tf32=tf32)
-        variants.add((planned.stem, tuple(planned.defines.items())))
-        if planned.summed:
-            variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))
+        pitches = channels, filters
+        for normalized in {False, not tf32}:
+            forced = taken(Choice("hopper", tile.name, division), conv, normalized, tf32)
+            if forced is None:
+                assert normalized or division[1] > 2, "only what registers do not suffice for"
+                continue
+            planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, normalized, tf32)
+            variants.add((planned.stem, tuple(planned.defines.items())))
+            if planned.summed:
+                variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))
     assert len(variants) >= 3
     for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch), PROCESSES):
         (kernel,) = report.kernels

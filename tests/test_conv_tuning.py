@@ -14,7 +14,13 @@ import pytest
 import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, tuning
-from minidl.cuda.convolution import conv2d_halo, conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
+from minidl.cuda.convolution import (
+    conv2d_halo,
+    conv2d_hopper_tiles,
+    conv2d_tuned,
+    conv2d_weight_grid,
+    conv2d_weight_tiles,
+)
 from minidl.cuda.convolution.conv2d import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -101,7 +107,7 @@ def machine(tmp_path, monkeypatch):
 
 def test_tiles_have_names_of_their_own():
     gathering = [tile.name for tile in (*conv2d_hopper_tiles.TILES, *conv2d_halo.HALO_TILES)]
-    weight = [tile.name for tile in (*conv2d_weight_tiles.TILES, conv2d_weight_tiles.HALO)]
+    weight = [tile.name for tile in (*conv2d_weight_tiles.TILES, conv2d_weight_grid.HALO)]
     assert len(set(gathering)) == len(gathering) and len(set(weight)) == len(weight)
 
 

@@ -398,7 +398,9 @@ def test_what_takes_most_registers_fits_sm_86_and_sm_89_too(stem):
             assert nvrtc.build(file, "sm_89", dict(defines)).kernels == compiled[file, defines].kernels
 
 
-@pytest.mark.parametrize("tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, *HALO_TILES), ids=str)
+@pytest.mark.parametrize(
+    "tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, conv2d_hopper_tiles.THIRD, *HALO_TILES), ids=str
+)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, TF32 and bfloat16; float16 is

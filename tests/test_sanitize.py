@@ -24,19 +24,30 @@ def few(monkeypatch):
 
 
 @pytest.mark.parametrize(("cases", "jobs"), [(1, 1), (2, 3), (5, 4)])
-def test_every_law_is_one_process_and_has_its_cases(few, cases, jobs):
+def test_every_law_has_its_cases_and_each_is_of_one_process(few, cases, jobs, tmp_path):
     counts = {f"tests/a.py::test_{i}": count for i, count in enumerate((1, 2, 3, 7, 40, 5, 11))}
     dealt = []
     for index in range(jobs):
         items = [SimpleNamespace(nodeid=f"{law}[{i}]") for law, count in counts.items() for i in range(count)]
-        few(cases, index, jobs).pytest_collection_modifyitems(items)
-        dealt += [item.nodeid for item in items]
+        plugin = few(cases, tmp_path, index / jobs)
+        plugin.pytest_collection_modifyitems(items)
+        # Each comes to a share of its own first: only the last finds all taken.
+        for item in items[: len(items) // jobs] if index < jobs - 1 else items:
+            if plugin.pytest_runtest_protocol(item) is None:
+                dealt.append(item.nodeid)
     assert len(set(dealt)) == len(dealt)
     for law, count in counts.items():
-        taken = [int(name.partition("[")[2][:-1]) for name in dealt if name.startswith(law + "[")]
+        taken = sorted(int(name.partition("[")[2][:-1]) for name in dealt if name.startswith(law + "["))
         assert len(taken) == min(cases, count)
         gaps = [(later - one) % count for one, later in zip(taken, [*taken[1:], taken[0]], strict=True)]
         assert max(gaps) - min(gaps) <= 1, "not evenly"
+
+
+def test_cases_that_start_what_no_other_does_are_taken_too(few, tmp_path):
+    law = "tests/test_cuda_conv2d.py::test_textbook_kernels_equal_the_definition"
+    items = [SimpleNamespace(nodeid=f"{law}[{name}-{i}]") for name in ("tiled", "direct") for i in range(9)]
+    few(0, tmp_path).pytest_collection_modifyitems(items)
+    assert [item.nodeid for item in items] == [f"{law}[direct-0]"]
 
 
 RACE = """tests/test_a.py::test_b[c] ========= Error: Race reported between Write access at f(int)+0x10 in {}:87
@@ -69,10 +80,11 @@ def test_kernels_that_no_case_starts_are_told(few):
     ("does", "wrong", "told"),
     [
         ("echo 'a PASSED '", False, "memcheck: 2 cases of laws passed"),
-        ("echo 'a PASSED '; echo 'kernels started: sgd_update'", False, "sgd_begin soft_cross"),
+        ("echo 'a PASSED '; echo 'started: sgd_update'", False, "sgd_begin soft_cross"),
         ("exit 0", True, "is there a GPU?"),
         ("echo 'a PASSED '; echo '========= Invalid read'; exit 9", True, "Invalid read"),
-        ("echo 'a PASSED '; sleep 60", True, "not done after 1 s"),
+        ("echo 'a PASSED '; echo 'tests/b.py::c '; sleep 60", True, "not done after 1 s, in tests/b.py::c"),
+        ("echo 'cases: 3'; echo 'a PASSED '", True, "3 of 3 cases were not reached"),
     ],
 )
 def test_what_a_process_finds_is_told(does, wrong, told, tmp_path):

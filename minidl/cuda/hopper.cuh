@@ -205,6 +205,16 @@ DEVICE void load_matrices(u32 (&words)[4], u32 row) {
                      : "memory");
 }
 
+// Turns 8 x 8 float32 of a warp, of which a lane has values 2q and 2q + 1 of row g, over: it then has them of column g.
+DEVICE void turn_over(float& first, float& second) {
+    u32 low = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x5410);
+    u32 high = __byte_perm(__float_as_uint(first), __float_as_uint(second), 0x7632);
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(low));
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %0;" : "+r"(high));
+    first = __uint_as_float(__byte_perm(low, high, 0x5410));
+    second = __uint_as_float(__byte_perm(low, high, 0x7632));
+}
+
 template <bool ACROSS = false>
 DEVICE void store_matrices(u32 row, const u32 (&words)[4]) {
     if constexpr (ACROSS)
@@ -314,35 +324,39 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 
 #if DTYPE
 // The same with a in registers, 64 x 16: of each warp the words (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8) of its
-// 16 rows. They too are the unit's until the wait; b is K-major.
-#define WGMMA_WORDS(N, REGISTERS, A0, A1, A2, A3, B, KEEP)                                                    \
+// 16 rows. They too are the unit's until the wait.
+#define WGMMA_WORDS(N, REGISTERS, A0, A1, A2, A3, B, KEEP, ACROSS)                                            \
     "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
     " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B \
-    ", keep, 1, 1, 0;\n}"
-#define WGMMA_WORD_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep)
+    ", keep, 1, 1, %" ACROSS ";\n}"
+#define WGMMA_WORD_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(int(B_ACROSS))
 
+template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
-    asm volatile(WGMMA_WORDS("64", WGMMA_0_31, "32", "33", "34", "35", "36", "37")
+    asm volatile(WGMMA_WORDS("64", WGMMA_0_31, "32", "33", "34", "35", "36", "37", "38")
                  : WGMMA_16(0), WGMMA_16(16)
                  : WGMMA_WORD_INPUTS);
 }
 
+template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
-    asm volatile(WGMMA_WORDS("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68", "69")
+    asm volatile(WGMMA_WORDS("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68", "69", "70")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
                  : WGMMA_WORD_INPUTS);
 }
 
+template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[96], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(
-        WGMMA_WORDS("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100", "101")
+        WGMMA_WORDS("192", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95, "96", "97", "98", "99", "100", "101", "102")
         : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80)
         : WGMMA_WORD_INPUTS);
 }
 
+template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(WGMMA_WORDS("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127,
-                             "128", "129", "130", "131", "132", "133")
+                             "128", "129", "130", "131", "132", "133", "134")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
                    WGMMA_16(112)
                  : WGMMA_WORD_INPUTS);

@@ -47,7 +47,8 @@
 // multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, TILE_M / 2 rows each; one thread of a third keeps the pipeline filled, across tiles too.
+// Block: two warpgroups multiply, three where a tile has 192 rows, as many rows each; one thread of another keeps the
+// pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
 // it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
@@ -64,7 +65,7 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = 2;
+constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
@@ -460,7 +461,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<NORMALIZED ? 224 : 232>();
+        if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : NORMALIZED ? 224 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (;;) {

@@ -64,7 +64,6 @@ __all__ = [
 
 ARCH = (9, 0)
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
-WARPGROUPS = 2  # that share the rows of a tile
 ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
@@ -207,7 +206,7 @@ def plan(
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
-        patches = tiles // int(problem["tiles_n"][0]) * WARPGROUPS
+        patches = tiles // int(problem["tiles_n"][0]) * tile.warpgroups
         grid = blocks(tiles, share, group)
         rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tiles
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, *rest))

@@ -26,6 +26,7 @@ from minidl.shapes import ceil_div
 __all__ = [
     "ROOMY",
     "SLAB",
+    "THIRD",
     "TILES",
     "HopperTile",
     "candidates",
@@ -71,13 +72,18 @@ class HopperTile(NamedTuple):
         return self.rows + self.columns
 
     @property
+    def warpgroups(self) -> int:
+        """That share the rows."""
+        return 3 if self.rows == 192 else 2
+
+    @property
     def threads(self) -> int:
-        return 384 if self.resident == 1 else 288
+        return 128 * self.warpgroups + (128 if self.resident == 1 else 32)
 
     def shared_bytes(self, normalized: bool = False) -> int:
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
         beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
-        return STAGE_ROW * (self.stages * (self.rows + self.columns) + 2 * self.slabs * SLAB) + beside
+        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + beside
 
     @property
     def defines(self) -> dict[str, int]:
@@ -98,6 +104,8 @@ TILES = (
 )
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
+# Likewise: a third warpgroup multiplies while the others normalise.
+THIRD = HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -114,8 +122,8 @@ SHALLOW = 0.8
 AGAIN = 1.07
 # How much longer a stage takes whose rows are normalised, by rows and columns of the tile; a window's; which share of
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
-_NORMALIZED = {(128, 256): 1.05, (256, 128): 1.36, (128, 192): 1.25, (256, 64): 1.95, (128, 128): 1.45}
-_WINDOW, _PACKED, _LOADED = 1.09, 0.4, (0.0, 0.16, 0.08)
+_NORMALIZED = {(128, 256): 1.05, (256, 128): 1.36, (128, 192): 1.25, (192, 128): 1.4, (256, 64): 1.95, (128, 128): 1.45}
+_WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.16, 0.08)
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
@@ -129,7 +137,7 @@ def candidates(
     """
     tiles = TILES
     if normalized:
-        tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
+        tiles = *(tile for tile in TILES if tile.resident == 1), THIRD, *([ROOMY] if conv.kernel == (1, 1) else [])
     return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 

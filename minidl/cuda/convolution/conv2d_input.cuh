@@ -71,6 +71,13 @@ struct Affine {
         scale.x *= gamma.x, scale.y *= gamma.y;
         shift = {shift_of(mean.x, scale.x, shift.x), shift_of(mean.y, scale.y, shift.y)};
     }
+    // For pairs of values of one channel.
+    __device__ __forceinline__ Affine(const Norm& norm, int channel) {
+        if (channel >= norm.channels) return;
+        scale.x = norm.moments[norm.channels + channel] * norm.gamma[channel];
+        shift.x = shift_of(norm.moments[channel], scale.x, norm.beta[channel]);
+        scale.y = scale.x, shift.y = shift.x;
+    }
 
     // To shared memory, and from there.
     __device__ __forceinline__ void store(u32 address) const {

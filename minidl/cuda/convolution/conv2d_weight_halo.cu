@@ -260,11 +260,11 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
             constexpr int LINE = 9 * HELD_N * 16;  // values of a line of patches
             partials += (i64(work.part) * (HELD_M / 16) + warp % 4) * LINE + filter_row * (LINE / 3) +
                         threadIdx.x % 32 * 4;
-            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row - work.row, p.rows, LINE, find);
+            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row - work.row, p.rows, 0, LINE, find);
         } else {
             output += i64(work.group) * p.rows * columns + filter_row * 3 * p.channels;
-            p.mode == ADD ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, columns, find)
-                          : finish<128 * WARPGROUPS, 64, 8, 8, SET>(sum, base, output, row, p.rows, columns, find);
+            p.mode == ADD ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, 0, columns, find)
+                          : finish<128 * WARPGROUPS, 64, 8, 8, SET>(sum, base, output, row, p.rows, 0, columns, find);
         }
     }
 }

@@ -22,10 +22,10 @@
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
-// NORMALIZED: x is the input of a batch norm with a ReLU over it, and stages are normalised where they lie, by three
-// warps that are otherwise idle.
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_input.cuh).
 //
-// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types); TILE_M x TILE_N, the tile of rows x columns;
+// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside of
+// an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
 // 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
 // whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
@@ -41,9 +41,6 @@
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
-#if NORMALIZED
-#include "conv2d_input.cuh"
-#endif
 #if DTYPE == 0
 #include "conv2d_weight_tf32.cuh"
 #endif
@@ -58,7 +55,6 @@ constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  //
 constexpr int ROW_BLOCKS = TILE_M / SPAN, COLUMN_BLOCKS = TILE_N / SPAN;
 constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
 static_assert(ROW_BLOCKS + COLUMN_BLOCKS <= 32, "a lane per block");
-static_assert(!NORMALIZED || (SHIFT && WARPGROUPS == 2), "warps to spare, and registers for them");
 
 // Where in the tile a warpgroup's part begins.
 DEVICE int row_of(int warpgroup) { return warpgroup % WARPGROUPS_M * ROWS; }
@@ -140,6 +136,7 @@ DEVICE void for_works(const Problem& p, Portion portion, Work one, F work) {
 struct Columns {
     int tap_h, tap_w, channel;
 
+    __device__ __forceinline__ Columns() {}
     __device__ __forceinline__ Columns(const Problem& p, int block) {
         const int tap = block / p.spans;
         const bool inside = block < p.blocks;
@@ -163,8 +160,6 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
-    // When a stage is what a product wants.
-    __device__ __forceinline__ u32 ready(int i) const { return NORMALIZED ? filled(2 * STAGES + i) : filled(i); }
 };
 
 // Output pixels, SPAN at a time.
@@ -216,63 +211,9 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     }
 }
 
-constexpr int WARPS = 3;                                            // that normalise, if any
-constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps that are done with a stage
-
 #if NORMALIZED
-
-// Which of the pixels of a stage have their tap in an image, a bit for each; `at`: those of this lane, 32 apart.
-DEVICE u64 taps_inside(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
-    u64 bits = 0;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        bool inside = first + i * 32 + int(threadIdx.x % 32) < p.pixels;
-        if constexpr (!FLAT)
-            inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
-                      u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
-        bits |= u64(__ballot_sync(0xffffffffu, inside)) << i * 32;
-    }
-    return bits;
-}
-
-// A warp: normalises every third stage of x, what lies in an image; around it are zeros.
-DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp,
-                          Ring<STAGES>& ring) {
-    const int lane = threadIdx.x % 32;
-    Pixels pixels[] = {{p, work.first * SPAN + lane}, {p, work.first * SPAN + 32 + lane}};
-    const Columns begin(p, work.block);
-    Chunk chunk;
-    int loaded = -1, turn = warp;
-    for (int step = work.first; step < work.last; ++step, ring.advance()) {
-        // Each stage in its turn, also those of others, and none is filled again before: a barrier tells a phase only
-        // from the next.
-        barrier_wait(at.filled(ring.index), ring.parity);
-        __syncwarp();
-        if (lane == 0) barrier_arrive(at.emptied(ring.index));
-        if (!FLAT && step > work.first) pixels[0].advance(p), pixels[1].advance(p);
-        if (turn-- > 0) continue;
-        turn = WARPS - 1;
-        Columns columns = begin;
-#pragma unroll 1
-        for (int j = 0; j < COLUMN_BLOCKS; ++j) {
-            if (columns.channel != loaded) chunk.load(norm, columns.channel), loaded = columns.channel;
-            const u32 block = at.stage(ring.index) + (ROW_BLOCKS + j) * BLOCK_BYTES;
-            const u64 bits = taps_inside(p, pixels, columns, step * SPAN);
-            normalize_rows<1>(chunk, block, 0, SPAN / UNIT, [bits](int unit) { return u32(bits >> unit * UNIT); });
-            columns.channel += 64;
-            if (columns.channel >= p.channels) {
-                columns.channel = 0;
-                if (++columns.tap_w == p.kernel_w) columns.tap_w = 0, ++columns.tap_h;
-            }
-        }
-        fence_for_engine();
-        __syncwarp();
-        if (lane == 0) barrier_arrive(at.ready(ring.index));
-    }
-}
-#endif
-
-#if DTYPE
+#include "conv2d_weight_input.cuh"
+#elif DTYPE
 constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];
 
@@ -281,7 +222,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     const bool speaks = threadIdx.x % 32 == 0;
     u32 before = 0;
     for (int step = 0; step < steps; ++step) {
-        barrier_wait(at.ready(ring.index), ring.parity);
+        barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
         const u64 b = operand(at.stage(ring.index) + (ROW_BLOCKS + column / 64) * BLOCK_BYTES, BLOCK_BYTES);
         product_fence();
@@ -376,17 +317,23 @@ DEVICE int thread_row() { return threadIdx.x % 32 / 4 * 2; }
 #endif
 
 template <Mode MODE>
-DEVICE void put_sum(float* output, const Sum& sum, const Layout& at, const Problem& p, const Work& work, int row,
+DEVICE void put_sum(float* output, const Sum& sums, const Layout& at, const Problem& p, const Work& work, int row,
                     int column) {
+#if NORMALIZED
+    Turned sum;
+    turn(sum, sums);
+#else
+    const Sum& sum = sums;
+#endif
     find_part(row, column);
     const int first = (MODE == PART ? 0 : work.row) + row + thread_row();
     constexpr int LINE = COLUMN_BLOCKS * HELD_N * 16;  // values of a line of patches
     if (MODE == PART)
         output += i64(work.part) * (HELD_M / 16 * LINE) + row / 16 * LINE + column / SPAN * (HELD_N * 16) +
-                  threadIdx.x % 32 * 4;
+                  column % SPAN * 16 + threadIdx.x % 32 * 4;
     finish<128 * WARPGROUPS, ACROSS, DOWN, PER, MODE>(
-        sum, at.base, output, first, p.rows, MODE == PART ? LINE : p.columns,
-        [&](int b) { return find_columns(p, work.block + column / SPAN + b, thread_column()); });
+        sum, at.base, output, first, p.rows, column % SPAN, MODE == PART ? LINE : p.columns,
+        [&](int b) { return find_columns(p, work.block + column / SPAN + b, column % SPAN + thread_column()); });
 }
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
@@ -397,10 +344,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const Layout at{shared_address(shared)};
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), EMPTYING);
-#if NORMALIZED
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.ready(i), 1);
-#endif
+        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         barrier_init_done();
     }
 
@@ -408,7 +352,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<NORMALIZED ? 88 : WARPGROUPS == 2 ? 40 : 32>();
+        if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
         // What the first copy needs is worked out while the barriers are made.
         const Portion portion(p);
         const Work first(p, portion);
@@ -416,21 +360,20 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         Ring<STAGES> ring;
         if (warp == 4 * WARPGROUPS)
             for_works(p, portion, first, [&](const Work& work) { fill(at, maps, p, work, ring); });
-#if NORMALIZED
-        else
-            for_works(p, portion, first, [&](const Work& work) {
-                normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1, ring);
-            });
-#endif
     } else {
-        if constexpr (SHIFT) take_registers<NORMALIZED ? 208 : WARPGROUPS == 2 ? 232 : 160>();
+        if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         int warpgroup = warp / 4;
         block_sync();
         const Portion portion(p);
         Ring<STAGES> ring;
         for_works(p, portion, Work(p, portion), [&](Work work) {
             Sum sum;
+#if NORMALIZED
+            const Norm norm{moments, gamma, beta, p.channels};
+            accumulate(sum, at, p, work, norm, ring, row_of(warpgroup), column_of(warpgroup));
+#else
             accumulate(sum, at, ring, work.last - work.first, row_of(warpgroup), column_of(warpgroup));
+#endif
 #if DTYPE == 0 && TF32 == 3
             // There are no registers for it over the sum.
             work = Work(p, Portion(p, block_again())), warpgroup = warpgroup_again();

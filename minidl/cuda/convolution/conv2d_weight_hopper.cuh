@@ -78,16 +78,17 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
 // find(b): this thread's part of the b-th columns. output: the gradient, of which a row is `pitch` values; or of a
 // partial sum this thread's place in the patch of its first accumulators, where a line of patches is so many values:
 // a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a partial
-// sum, counted in the tile.
+// sum, counted in the tile. column: the first of them in a span.
 // space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying
 // warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, Mode MODE, int BLOCKS, int N, class Find>
-DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, i64 pitch, Find find) {
+DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, int column, i64 pitch,
+                   Find find) {
     constexpr int QUADS = N / 4, PATCH = 128;
     static_assert(QUADS % PER == 0 && PER % 2 == 0, "whole spans of columns");
     const auto write = [&](const Target& at, int b, int i, int j, const float4& left, const float4& right) {
         if constexpr (MODE == PART) {
-            if (j >= HELD_N / 8 || (HELD_M < TILE_M && row + ACROSS * i >= HELD_M)) return;
+            if (column + 8 * j >= HELD_N || (HELD_M < TILE_M && row + ACROSS * i >= HELD_M)) return;
             float* const to = output + i * (ACROSS / 16) * pitch + (b * (HELD_N / 8) + j) * PATCH;
             put_four<SET>(to, left), put_four<SET>(to + PATCH, right);
         } else {
@@ -122,8 +123,8 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
                 store_shared(space + (i * QUADS + j) * THREADS * 16,
                              make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
         cluster_sync();
-        constexpr int TOGETHER = SHARE % PER ? PER / 2 : PER;
-        static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0, "whole spans of columns, or halves");
+        constexpr int MOST = PER > 2 ? PER : 8, TOGETHER = SHARE % MOST ? MOST / 2 : MOST;
+        static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0, "whole spans of columns, halves, or pairs of patches");
         const int first = cluster_rank() * SHARE;
 #pragma unroll 1
         for (int share = first; share < first + SHARE; share += TOGETHER) {
@@ -133,8 +134,6 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
 #pragma unroll
                 for (int rank = 0; rank < CLUSTER; ++rank)
                     part[j][rank] = load_from_block(space + (share + j) * THREADS * 16, rank);
-            const int i = share / QUADS, quad = share % QUADS;
-            const Target at = MODE == PART ? Target{} : find(quad / PER);
 #pragma unroll
             for (int j = 0; j < TOGETHER; ++j)
 #pragma unroll
@@ -142,8 +141,13 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
                     part[j][0].x += part[j][rank].x, part[j][0].y += part[j][rank].y;
                     part[j][0].z += part[j][rank].z, part[j][0].w += part[j][rank].w;
                 }
+            Target at = {};
 #pragma unroll
-            for (int j = 0; j < TOGETHER; j += 2) write(at, quad / PER, i, quad % PER + j, part[j][0], part[j + 1][0]);
+            for (int j = 0; j < TOGETHER; j += 2) {
+                const int quad = (share + j) % QUADS;
+                if (MODE != PART && j % PER == 0) at = find(quad / PER);
+                write(at, quad / PER, (share + j) / QUADS, quad % PER, part[j][0], part[j + 1][0]);
+            }
         }
         cluster_sync();  // others may still be reading
     }

@@ -16,19 +16,13 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo, halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import (
-    HALO,
-    ITEMSIZE,
-    ROW_BYTES,
-    SPAN,
     TILES,
     WORKERS,
     Division,
-    HaloTile,
     WeightTile,
     choose,
-    halo,
-    halo_views,
     normalizes,
     options,
     rows_first,
@@ -239,7 +233,7 @@ def plan(
         at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
         defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
         defines["ONCE"] = _passing(conv, code) if at_once else 0
-        defines |= {"TF32": int(tf32)} if tf32 else {}
+        defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
     sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
@@ -299,6 +293,14 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, **size
 def _flat(conv: Convolution) -> bool:
     """Pixels of x and dy are the same."""
     return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+
+
+def _reaches_out(conv: Convolution) -> bool:
+    """Whether a tap may lie outside of an image, or pixels of a stage behind the last."""
+    x, y = (conv.height, conv.width), (conv.out_height, conv.out_width)
+    axes = zip(x, y, conv.kernel, conv.stride, conv.padding, conv.dilation, strict=True)
+    over = (pad or (out - 1) * step + (taps - 1) * apart >= size for size, out, taps, step, pad, apart in axes)
+    return conv.pixels % SPAN > 0 or any(over)
 
 
 def _views(conv: Convolution, code: int, pitches: tuple[int, int], tf32: int = 0) -> Views:

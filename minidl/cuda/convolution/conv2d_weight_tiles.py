@@ -1,4 +1,4 @@
-"""Tiles of the weight gradient on Hopper, the grid of its halo kernel, and which of them should finish first.
+"""Tiles of the weight gradient on Hopper, and which of them should finish first.
 
 Pure functions of sizes: whatever is chosen here cuts the sums, so it must not depend on the device.
 """
@@ -13,24 +13,17 @@ from typing import NamedTuple
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import reads
-from minidl.cuda.hopper import View, Views
+from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo
 from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = [
-    "HALO",
-    "ITEMSIZE",
-    "SPAN",
     "TF32_TILES",
     "THREE_TILES",
     "TILES",
     "WORKERS",
     "Division",
-    "Grid",
-    "HaloTile",
     "WeightTile",
     "choose",
-    "halo",
-    "halo_views",
     "normalizes",
     "options",
     "rows_first",
@@ -40,10 +33,6 @@ __all__ = [
     "tiles_of",
 ]
 
-SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
-ROW_BYTES = 128  # of a block
-ITEMSIZE = 2
-SHARED_BYTES = 227 * 1024  # that a block may have
 WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
 
 
@@ -93,6 +82,19 @@ class WeightTile(NamedTuple):
         return ROW_BYTES * (self.rows + self.columns + products * (SPAN + across))
 
     @property
+    def normalizing(self) -> WeightTile:
+        """The same where x is normalised on the way: products are turned over, channels times filters, and warpgroups
+        have columns of their own where they can, so that each value is normalised once.
+        """
+        split = prod(self.warpgroups) == 2 and self.columns % (2 * SPAN) == 0
+        return self._replace(warpgroups=(1, 2)) if split else self
+
+    @property
+    def turned(self) -> WeightTile:
+        """Columns x rows."""
+        return self._replace(rows=self.columns, columns=self.rows, warpgroups=self.warpgroups[::-1])
+
+    @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "WARPGROUPS_M": self.warpgroups[0],
@@ -139,74 +141,6 @@ def span_of(tf32: int) -> int:
 def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
     """The tiles for 16-bit types (0), TF32 (1), or three such products for each of float32 (3)."""
     return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
-
-
-class HaloTile(NamedTuple):
-    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
-
-    stages: int
-    name, threads, resident, size = "halo", 512, 1, (SPAN, 9 * SPAN)
-    traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
-
-    @property
-    def defines(self) -> dict[str, int]:
-        return {"STAGES": self.stages}
-
-
-HALO = HaloTile(5)
-_HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
-
-
-class Grid(NamedTuple):
-    """The grid of points that both arrays are laid over: points per image along (h, w), points from tap to tap."""
-
-    size: Pair
-    tap: Pair
-
-    @property
-    def ahead(self) -> int:
-        """Stages of x that one of dy reaches beyond its own."""
-        return (SPAN - 1 + 2 * sum(self.tap)) // SPAN
-
-    def shared_bytes(self, stages: int) -> int:
-        """Stages of both arrays, later reused for the sums."""
-        return max((self.ahead + 2 * stages + 1) * _HALO_BYTES, 4 * SPAN * 9 * SPAN) + 1024
-
-
-@functools.lru_cache(maxsize=1024)
-def halo(conv: Convolution) -> Grid | None:
-    """The grid; None where there is none: another kernel, a stride, padding beyond it, too wide for shared memory."""
-    if conv.kernel != (3, 3) or conv.stride != (1, 1) or conv.dilation[1] > 24:
-        return None
-    size = tuple(
-        max(image + max(padding, outputs - 1 + 2 * step - padding - (image - 1)), outputs)
-        for image, outputs, padding, step in zip(
-            (conv.height, conv.width), conv.y_shape[1:3], conv.padding, conv.dilation, strict=True
-        )
-    )
-    grid = Grid(size, (conv.dilation[0] * size[1], conv.dilation[1]))
-    fits = grid.shared_bytes(HALO.stages) <= SHARED_BYTES and conv.images * size[0] * size[1] < 2**30
-    dense = conv.channels, conv.out_channels
-    return grid if fits and halo_views(conv, 1, dense, grid).legal else None
-
-
-def halo_views(conv: Convolution, code: int, pitches: tuple[int, int], grid: Grid) -> Views:
-    """Of dy and of x, walked over the grid."""
-    source = conv.images, conv.height, conv.width, conv.channels
-    return Views(
-        (_on_grid(code, conv.y_shape, pitches[1], (0, 0), grid.size), 0),
-        (_on_grid(code, source, pitches[0], conv.padding, grid.size), 1),
-    )
-
-
-def _on_grid(code: int, shape: tuple[int, ...], pitch: int, before: Pair, grid: Pair) -> View:
-    """An image as one walks it over a grid of points, of which some lie before and some behind it."""
-    images, height, width, channels = shape
-    pixel = pitch * ITEMSIZE
-    first = (-before[1], -before[0])
-    last = (grid[1] - before[1] - width, grid[0] - before[0] - height)
-    pitches = (pixel, width * pixel, height * width * pixel)
-    return View(code, (channels, width, height, images), pitches, (SPAN, SPAN), (first, last))
 
 
 class Division(NamedTuple):
@@ -303,9 +237,9 @@ _THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
 _CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
-# Microseconds to normalise a stage, beside those for each of its blocks of 64 pixels x 64 channels, and in the halo
-# kernel; bytes of a pass of its own.
-_STAGE_NORMALIZED, _NORMALIZED, _HALO_NORMALIZED, _PASSED = 0.33, 0.26, 0.61, 4.0e6
+# How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
+# microseconds to normalise a stage of the halo kernel; bytes of a pass of its own.
+_NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.35, 64: 1.6}, 0.61, 4.0e6
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -349,8 +283,8 @@ def taken(
     if shared and choice.split[1] > 1:
         return None
     every = *tiles_of(tf32), *([HALO] if not tf32 and halo(conv) else [])
-    able = [tile for tile in every if (not normalized or _spare(tile)) and (not shared or shares(tile, tf32))]
-    tiles = {tile.name: tile for tile in able}
+    able = (_normalizing(tile) if normalized else tile for tile in every if not shared or shares(tile, tf32))
+    tiles = {tile.name: tile for tile in able if tile is not None}
     return (tiles[choice.tile], Division(*choice.split)) if choice.tile in tiles else None
 
 
@@ -374,9 +308,11 @@ def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:
     return isinstance(tile, WeightTile) and tf32 < 3
 
 
-def _spare(tile: WeightTile | HaloTile) -> bool:
-    """Whether a block has warps to spare that can normalise x, and registers for them."""
-    return isinstance(tile, HaloTile) or (tile.resident == 1 and tile.rows * tile.columns <= 2**15)
+def _normalizing(tile: WeightTile | HaloTile) -> WeightTile | HaloTile | None:
+    """As it normalises x; None where registers do not suffice."""
+    if isinstance(tile, HaloTile):
+        return tile
+    return tile.normalizing if tile.rows * tile.columns <= 2**15 // tile.resident**2 else None
 
 
 def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> Iterator[_Candidate]:
@@ -390,22 +326,21 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
     lines, odd = reads(conv.channels, itemsize)
     slower = 1 + _CROSSING * lines + _ODD * odd
-    for tile in tiles_of(tf32):
+    for tile in filter(None, (_normalizing(tile) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
-        if tiles[0] * tiles[1] * area > 1.3 * least and not normalized:
+        if tiles[0] * tiles[1] * area > 1.3 * least:
             continue
-        if normalized and not _spare(tile):
-            continue
-        product = max(span * area / _rate(tile, tf32), tile.traffic / rates.shared[tile.resident > 1])
-        normalizing = normalized * (_STAGE_NORMALIZED + tile.columns // SPAN * _NORMALIZED)
+        traffic = (tile.turned if normalized else tile).traffic
+        product = max(span * area / _rate(tile, tf32), traffic / rates.shared[tile.resident > 1])
+        product *= _NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1
         shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 down = rows_first(conv, division)
                 copied, copy = _copy(tiles, conv.groups, division, tile, span, rates, down)
-                step = max(product, copy * slower, normalizing)
+                step = max(product, copy * slower)
                 yield _Candidate(tile, division, steps, count, itemsize, copied, step)
     grid = None if tf32 else halo(conv)
     if grid is not None:
