@@ -7,6 +7,7 @@ would multiply, or fetch, mostly nothing.
 from __future__ import annotations
 
 import functools
+from math import gcd
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import as_rows, empty
@@ -25,8 +26,8 @@ CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
-ENOUGH = 32 * 132  # blocks: beyond these each takes several times as many rows, up to
-LONGEST = 4
+ENOUGH = 6 * 132  # blocks: beyond these each takes several times as many rows, up to
+LONGEST = 16
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
 
@@ -42,14 +43,10 @@ class _Sides(NamedTuple):
     few_step: int
     wide_step: int
 
-    def shared_bytes(self, itemsize: int, batch: int) -> int:
-        """The filters as conv2d_thin.cu keeps them."""
+    def shared_bytes(self, itemsize: int) -> int:
+        """The filters as conv2d_thin.cu keeps them, for each four accesses of a wide row."""
         slots = round_up(self.few, 8) if itemsize == 2 else self.few
-        return round_up(self.chunks(itemsize), batch) * slots * 4 * ACCESS
-
-    def chunks(self, itemsize: int) -> int:
-        """Of a wide row: four accesses each."""
-        return ceil_div(self.wide * itemsize, 4 * ACCESS)
+        return ceil_div(self.wide * itemsize, 4 * ACCESS) * slots * 4 * ACCESS
 
 
 def _sides(conv: Convolution) -> _Sides:
@@ -66,9 +63,7 @@ def applies(conv: Convolution, code: int, weight: bool = False) -> bool:
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return (
-        sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
-    )
+    return sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
 def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bool:
@@ -146,14 +141,14 @@ def _plan_gather(
     sides, itemsize = _sides(conv), itemsize_of(code)
     most = ACCESS // itemsize
     narrow = (conv.out_channels <= conv.channels) != backward
-    vec_x, vec_y, vec_add = (min(vector, most) for vector in vectors)
-    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu)}
-    room = code > 0 or sides.few <= 8  # in registers, beside the sums
-    batch = 2 if narrow and room and sides.chunks(itemsize) > 1 else 1
+    run = 2 * ceil_div(sides.few, 8) if code else 2  # of the few, of a thread
+    wide_x, wide_y, wide_add = (min(vector, most) for vector in vectors)
+    few_x, few_y, few_add = (gcd(vector, run) for vector in (wide_x, wide_y, wide_add))
+    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
     if narrow:
-        defines |= {"VEC_X": vec_x, "VEC_Y": min(vec_y, 2), "BATCH": batch}
+        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add}
     else:
-        defines |= {"VEC_X": min(vec_x, 2) if code else vec_x, "VEC_Y": vec_y, "VEC_ADD": vec_add}
+        defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
     count = ceil_div(conv.pixels, ROWS)
     share = max(1, min(count // ENOUGH, LONGEST))
     problem = argument(
@@ -161,7 +156,7 @@ def _plan_gather(
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
     name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
-    shared = sides.shared_bytes(itemsize, batch)
+    shared = sides.shared_bytes(itemsize)
     return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
 
 
