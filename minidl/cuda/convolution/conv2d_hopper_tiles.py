@@ -16,6 +16,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     STAGE_ROW,
     columns_of,
     depth_of,
+    group_columns_of,
     is_flat,
     itemsize_of,
     reads,
@@ -135,6 +136,9 @@ def candidates(
     tiles = TILES
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
+    if conv.groups > 1:
+        group = group_columns_of(conv, backward)
+        return [tile for tile in tiles if group % tile.columns == 0]
     return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 
