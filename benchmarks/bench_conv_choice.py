@@ -4,7 +4,8 @@
 ``minidl tune conv`` does, but keeps nothing: at layers of networks that are not in `bench_conv.py`, and at random
 shapes (``--random 24 --seed 7``: so many, drawn from this seed; ``--kinds any thin groups``: of each kind).
 Other shapes: ``--shape 8,27,27,96,192,3`` (images, height, width, channels, filters, kernel or ``1x7``; then stride,
-groups and dilation where they are not 1; padding keeps the size), as often as wanted; ``--network resnet50`` takes those of a network. ``--seconds`` ends it early: the
+groups and dilation where they are not 1; padding keeps the size), as often as wanted; ``--network resnet50`` takes
+those of a network. ``--seconds`` ends it early: the
 passes come in an order drawn from the seed, so that those it has reached are a fair sample.
 """
 

@@ -16,7 +16,6 @@ from minidl.shapes import ceil_div
 from tests.convolutions import (
     EVERY,
     bits_of_dense_arrays,
-    both,
     equals_definition,
     exact_on_whole_numbers,
     exact_weight_gradient,
@@ -96,10 +95,9 @@ def test_what_they_cannot_do_is_refused(case):
     assert not conv2d_thin.applies(plan_of(case), 1)
 
 
-def test_more_than_sixteen_are_for_16_bits_and_no_weight_gradient():
+def test_more_than_sixteen_are_for_16_bits():
     conv = plan_of(_case((1, 9, 9), 32, 17))
-    assert conv2d_thin.applies(conv, 1) and not conv2d_thin.applies(conv, 1, weight=True)
-    assert not conv2d_thin.applies(conv, 0)
+    assert conv2d_thin.applies(conv, 1) and not conv2d_thin.applies(conv, 0)
 
 
 @pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -122,11 +120,12 @@ def test_blocks_take_every_row_once_and_chunks_do_not_depend_on_the_device(case,
 
 @cases(HALVES)
 @EVERY_HALF
-def test_output_and_data_gradient_beyond_sixteen_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
-    exact_on_whole_numbers(thin, case, storage, rng, both)
-    bits_of_dense_arrays(thin, case, storage, rng, both)
-    keeps_nonfinite_apart(thin, case, storage, rng, both)
-    writes_its_output_alone(thin, case, storage, rng, both, monkeypatch, ("conv2d", "conv2d_thin"), 2)
+def test_more_than_sixteen_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
+    exact_on_whole_numbers(thin, case, storage, rng, three)
+    exact_weight_gradient(thin, case, storage, rng)
+    bits_of_dense_arrays(thin, case, storage, rng, three)
+    keeps_nonfinite_apart(thin, case, storage, rng, three)
+    writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
 
 
 @cases(CASES)

@@ -20,7 +20,7 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types, but for weight gradients
+FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 MOST_ALWAYS, MOST_ROUNDED, MOST_WIDENED = 8, 4, 24  # as many as no other kernel does faster (seen on an H200)
 CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
 THREADS = 256
@@ -56,14 +56,14 @@ def _sides(conv: Convolution) -> _Sides:
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int, weight: bool = False) -> bool:
-    """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
-    types 32. ``weight``: a weight gradient, of 16 in every type.
+def applies(conv: Convolution, code: int) -> bool:
+    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side, of
+    16-bit types 32.
     """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
+    return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
 def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bool:
@@ -167,10 +167,13 @@ def _plan_weight(
     """The launch of conv2d_thin_weight.cu; pitches and widest vectors of the few and of the wide."""
     sides, itemsize = _sides(conv), itemsize_of(code)
     spans = ceil_div(sides.wide * itemsize, SPAN_BYTES)
-    chunk = round_up(max(LEAST, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
+    # Partial sums are to be some hundredths of what is read.
+    least = max(LEAST, 32 * sides.few * sides.wide // (sides.few + sides.wide))
+    chunk = round_up(max(least, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
     vec_few, vec_x = (min(vector, ACCESS // itemsize) for vector in vectors)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "VEC_X": vec_x}
-    defines["VEC_FEW"] = 1 if code else vec_few
+    each = 4 if sides.few > 16 else 2 if sides.few > 8 else 1  # of the few, of a thread
+    defines["VEC_FEW"] = gcd(each, vec_few) if code else vec_few
     problem = argument(
         _WEIGHT, rows=conv.pixels, chunk=chunk, few_pitch=pitches[0], wide_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step,
