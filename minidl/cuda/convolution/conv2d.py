@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 from minidl import checks
@@ -31,6 +32,7 @@ from minidl.cuda.convolution import (
     conv2d_thin,
     conv2d_turned,
     conv2d_weight_hopper,
+    conv2d_weight_tiles,
     depthwise,
 )
 from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
@@ -394,9 +396,10 @@ def _choice(who: str, question: Question, device: DeviceRecord, wanted: Choice |
 def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
     """Whether each family can do it, the fastest first; and those that can, but would be slower."""
     which, conv, code, tf32 = question
-    backward, units = which == "backward_data", tf32 == 1 or code > 0  # matrix units would round float32
+    backward, weight = which == "backward_data", which == "backward_weight"
+    units = tf32 == 1 or code > 0  # matrix units would round float32
     wide = conv if backward else _widened(conv, code)
-    if which == "backward_weight":
+    if weight:
         grouped = conv2d_grouped.applies_to_weight(conv, code)
         hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
         pays = conv2d_weight_hopper.pays(wide, tf32)
@@ -408,10 +411,26 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     thin = conv2d_thin.applies(conv, code)
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
+    time = _hopper_microseconds(question._replace(conv=wide), device) if hopper and pays else inf
+    rather = conv2d_thin.pays(conv, code, tf32, which, time)
     tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
-    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
+    slower = {
+        "thin": not rather,
+        "grouped": not conv2d_grouped.pays(conv, weight, time),
+        "small": tiled,
+        "hopper": not pays,
+    }
     return fits, tuple(name for name, slow in slower.items() if slow)
+
+
+def _hopper_microseconds(question: Question, device: DeviceRecord) -> float:
+    """How long Hopper's kernels should take."""
+    which, conv, code, tf32 = question
+    if which == "backward_weight":
+        return conv2d_weight_tiles.microseconds(conv, tf32)
+    backward = which == "backward_data"
+    tile = conv2d_hopper_tiles.choose(conv, backward, device, code)[0]
+    return conv2d_hopper_tiles.microseconds(conv, backward, tile, device, code)[1]
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:

@@ -108,6 +108,8 @@ ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
+# A row of filters that are read across and end within it; a launch.
+EMPTY, START = 3.0e-5, 3.0
 # Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
 FIRST = 3.0
 # What a window's stage is spared of products where the depth is less.
@@ -176,6 +178,8 @@ def microseconds(
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + (CROSSING * lines + ODD * odd) / ceil_div(depth, channels))
+    if backward and code and columns_of(conv, backward) % channels and not isinstance(tile, HaloTile):
+        fetched += stages * channels * EMPTY / ceil_div(columns_of(conv, backward), tile.columns)
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
@@ -183,7 +187,7 @@ def microseconds(
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
-    return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+    return arithmetic, START + max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
 def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:

@@ -20,12 +20,13 @@
 // A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
 //
 // Macros: DTYPE, TF32, FEW, RELU, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend, on
-// the side of the few a divisor of RUN.
+// the side of the few a divisor of RUN; BATCH, chunks of a row that are read together (narrow): two make whole cache lines.
 // Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each chunk
 // and each of FEW (rounded up to eight for 16-bit types).
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
+static_assert(UNITS || !NARROW || BATCH == 1, "float32 has no registers for more");
 constexpr int CHUNK = 4 * WIDTH;                 // channels
 constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;  // of the few, as the filters are kept
 constexpr int EACH = 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
@@ -50,15 +51,16 @@ DEVICE int turns_of(const Problem& p) {
 // ---------------------------------------------------------------------------------------------------------- narrow
 
 #if NARROW
-// A thread's part of a chunk of its rows.
+// A thread's part of BATCH chunks of its rows.
 struct Part {
-    Vector x[EACH];
+    Vector x[BATCH][EACH];
 
     __device__ __forceinline__ void read(const T* __restrict__ source, const Problem& p, i64 row, int channel) {
 #pragma unroll
         for (int i = 0; i < EACH; ++i) {
             const i64 at = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
-            x[i] = fetch<VEC_X>(source + at * p.source_pitch, channel, p.wide);
+#pragma unroll
+            for (int c = 0; c < BATCH; ++c) x[c][i] = fetch<VEC_X>(source + at * p.source_pitch, channel + c * CHUNK, p.wide);
         }
     }
 };
@@ -71,15 +73,17 @@ struct Sum {
     __device__ __forceinline__ void add(const Part& part, const uint4* filters) {
         const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int b = 0; b < OCTETS; ++b) {
-            const uint4 w = filters[b * 32 + lane];
+        for (int c = 0; c < BATCH; ++c)
 #pragma unroll
-            for (int m = 0; m < EACH / 2; ++m) {
-                const Vector &x = part.x[2 * m], &y = part.x[2 * m + 1];
-                multiply_units(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
-                multiply_units(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
+            for (int b = 0; b < OCTETS; ++b) {
+                const uint4 w = filters[(c * OCTETS + b) * 32 + lane];
+#pragma unroll
+                for (int m = 0; m < EACH / 2; ++m) {
+                    const Vector &x = part.x[c][2 * m], &y = part.x[c][2 * m + 1];
+                    multiply_units(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
+                    multiply_units(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
+                }
             }
-        }
     }
 
     __device__ __forceinline__ void result(int i, int, float (&v)[RUN]) const {
@@ -95,7 +99,7 @@ struct Sum {
 #pragma unroll
         for (int i = 0; i < EACH; ++i)
 #pragma unroll
-            for (int e = 0; e < WIDTH; ++e) x[i][e] = operand(part.x[i].items[e]);
+            for (int e = 0; e < WIDTH; ++e) x[i][e] = operand(part.x[0][i].items[e]);
 #pragma unroll
         for (int f = 0; f < FEW; ++f) {
             const float4 filter = w[f * 4];
@@ -132,7 +136,7 @@ struct Sum {
 // The filter that slot i of the products' columns stands for.
 DEVICE int filter_of(int i) { return UNITS ? i % 8 / 2 * RUN + i / 8 * 2 + i % 2 : i; }
 
-extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && (UNITS || FEW <= 4) ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
     await_predecessor();
@@ -141,7 +145,7 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
     i64 row = i64(blockIdx.x) * p.share * ROWS + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
     Part next;
     next.read(source, p, row, t * WIDTH);
-    const int chunks = ceil_div(p.wide, CHUNK);
+    const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
 #pragma unroll 8
     for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256)
         reinterpret_cast<T*>(filters)[i] =
@@ -150,10 +154,10 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
     const int turns = turns_of(p);
     for (int turn = 0; turn < turns; ++turn, row += ROWS) {
         Sum sum;
-        for (int c = 0; c < chunks; ++c) {
+        for (int c = 0; c < chunks; c += BATCH) {
             const Part part = next;
-            if (c + 1 < chunks)
-                next.read(source, p, row, (c + 1) * CHUNK + t * WIDTH);
+            if (c + BATCH < chunks)
+                next.read(source, p, row, (c + BATCH) * CHUNK + t * WIDTH);
             else if (turn + 1 < turns)
                 next.read(source, p, row + ROWS, t * WIDTH);
             sum.add(part, filters + c * SLOTS * 4);

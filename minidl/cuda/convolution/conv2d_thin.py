@@ -7,7 +7,7 @@ would multiply, or fetch, mostly nothing.
 from __future__ import annotations
 
 import functools
-from math import gcd
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import as_rows, empty
@@ -21,8 +21,8 @@ from minidl.shapes import ceil_div, round_up
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
-MOST_ALWAYS, MOST_ROUNDED, MOST_WIDENED = 8, 4, 24  # as many as no other kernel does faster (seen on an H200)
-CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
+MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
+START, MOVED = 4.5, 3.3e6  # microseconds, and bytes in one, seen there of 9 to 32 channels
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -43,10 +43,12 @@ class _Sides(NamedTuple):
     few_step: int
     wide_step: int
 
-    def shared_bytes(self, itemsize: int) -> int:
-        """The filters as conv2d_thin.cu keeps them, for each four accesses of a wide row."""
+    def shared_bytes(self, itemsize: int, batch: int = 2) -> int:
+        """The filters as conv2d_thin.cu keeps them, for each four accesses of a wide row, so many of which it reads
+        together.
+        """
         slots = round_up(self.few, 8) if itemsize == 2 else self.few
-        return ceil_div(self.wide * itemsize, 4 * ACCESS) * slots * 4 * ACCESS
+        return round_up(ceil_div(self.wide * itemsize, 4 * ACCESS), batch) * slots * 4 * ACCESS
 
 
 def _sides(conv: Convolution) -> _Sides:
@@ -66,28 +68,22 @@ def applies(conv: Convolution, code: int) -> bool:
     return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
-def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bool:
-    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
-    rows have something for most of the four threads that share one.
-
-    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way; from
-    17 on they are faster at reading such rows.
+def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: float) -> bool:
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, rows
+    have something for most of the four threads that share one, and Hopper's kernels, which should take ``hopper``
+    microseconds (infinitely many where they cannot do it), are slower.
 
     Args:
         which: forward, backward_data or backward_weight.
-        units: whether Hopper's kernels can do it.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
     if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and tf32 == 1:  # rounding every operand takes longer than memory
         return few <= MOST_ROUNDED
-    # On an H200, 16-96 at 112x112: forward 196 us, Hopper's tiles 380; data gradient 224, and 436. 24-144 at 56x56 and
-    # half the images: forward 50 and 92; data gradient, whose rows are wide, 65 and 59.
-    ragged = code > 0 and not weight and wide > CHUNK and wide % CHUNK != 0
-    widened = (conv.out_channels > conv.channels) == (which == "forward")
-    most = MOST_WIDENED if widened else FEW
-    return few <= MOST_ALWAYS or (ragged and few <= most) or (few <= FEW and not units)
+    if few <= MOST_ALWAYS or hopper == inf:
+        return few <= FEW
+    return not weight and START + itemsize_of(code) * conv.pixels * (few + wide) / MOVED < hopper
 
 
 def gather(
@@ -145,8 +141,10 @@ def _plan_gather(
     wide_x, wide_y, wide_add = (min(vector, most) for vector in vectors)
     few_x, few_y, few_add = (gcd(vector, run) for vector in (wide_x, wide_y, wide_add))
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
+    # Beside the sums of more than 24 there are no registers for two.
+    batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
-        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add}
+        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add, "BATCH": batch}
     else:
         defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
     count = ceil_div(conv.pixels, ROWS)
@@ -156,7 +154,7 @@ def _plan_gather(
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
     name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
-    shared = sides.shared_bytes(itemsize)
+    shared = sides.shared_bytes(itemsize, batch)
     return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
 
 
