@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minidl import models
 from minidl.bench.conv_tuning import DeviceContest, answer, case, of_network, spelt, variants
 from minidl.cuda import nvrtc
-from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Question
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, install

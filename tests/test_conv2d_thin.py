@@ -80,8 +80,11 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
 
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "wanted"),
-    [(32, 16, 112, (True, True)), (16, 96, 112, (True, None)), (144, 24, 56, (False, None)), (24, 144, 56, (True, None)),
-     (192, 32, 28, (False, False)), (32, 192, 28, (False, False)), (96, 24, 56, (False, True))],
+    [
+        (32, 16, 112, (True, True)), (16, 96, 112, (True, None)), (144, 24, 56, (False, None)),
+        (24, 144, 56, (True, None)), (192, 32, 28, (False, False)), (32, 192, 28, (False, False)),
+        (96, 24, 56, (False, True)),
+    ],
 )  # fmt: skip
 def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted):
     """Output and data gradient of MobileNetV2's layers at batch 128, on an H200; None where both are as fast."""

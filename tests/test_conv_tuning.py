@@ -15,7 +15,7 @@ import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, tuning
 from minidl.cuda.convolution import conv2d_halo, conv2d_hopper_tiles, conv2d_tuned, conv2d_weight_tiles
-from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record
