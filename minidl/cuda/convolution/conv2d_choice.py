@@ -35,6 +35,7 @@ def widened(conv: Convolution, code: int) -> Convolution:
 
 @functools.lru_cache(maxsize=4096)
 def choice(who: str, question: Question, device: DeviceRecord, wanted: Choice | None, forced: str | None) -> Choice:
+    """The kernel that is wanted, where it can do this; else the first family that should."""
     fits, unwanted = _families(question, device)
     name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None, forced)
     return wanted if wanted is not None and wanted.family == name else Choice(name)
