@@ -57,6 +57,7 @@ CONVOLUTIONS = [
     ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
     ((8, 14, 14, 64), 64, (3, 3), (2, 2), (1, 1), (1, 1), 2),
+    ((8, 14, 14, 384), 384, (3, 3), (1, 1), (1, 1), (1, 1), 2),
     ((8, 14, 14, 9), 15, (3, 3), (1, 1), (1, 1), (1, 1), 3),
     ((8, 28, 28, 96), 96, (3, 3), (1, 1), (1, 1), (1, 1), 96),
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
@@ -397,6 +398,10 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)
+        if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
+            wide = 2 * tile.columns
+            split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)
+            launches += conv2d_hopper.plan(split, code, backward, (wide, wide), True, device, (tile, 1))
         for launch in launches:
             variants.add((launch.stem, tuple(launch.defines.items())))
             assert launch.shared <= device.shared_per_block and launch.block == tile.threads
