@@ -26,12 +26,10 @@
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
-static_assert(UNITS || !NARROW || BATCH == 1, "float32 has no registers for more");
 constexpr int CHUNK = 4 * WIDTH;                 // channels
 constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;  // of the few, as the filters are kept
 constexpr int EACH = 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
-// Of the few of a row those from 8 * i + RUN * t on, for i up to RUNS, are a thread's.
-constexpr int RUN = UNITS ? 2 * OCTETS : 2, RUNS = UNITS ? 1 : OCTETS;
+constexpr int RUN = UNITS ? 2 * OCTETS : 2;  // of the few of a row, neighbours that a thread has: from RUN * t on
 
 struct Problem {
     i64 rows, source_pitch, add_pitch;
@@ -51,6 +49,9 @@ DEVICE int turns_of(const Problem& p) {
 // ---------------------------------------------------------------------------------------------------------- narrow
 
 #if NARROW
+static_assert(UNITS || BATCH == 1, "float32 has no registers for more");
+constexpr int RUNS = UNITS ? 1 : OCTETS;  // of a thread, eight of the few apart
+
 // A thread's part of BATCH chunks of its rows.
 struct Part {
     Vector x[BATCH][EACH];

@@ -26,8 +26,9 @@ START, MOVED = 4.5, 3.3e6  # microseconds, and bytes in one, seen there of 9 to 
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
-ENOUGH = 6 * 132  # blocks: beyond these each takes several times as many rows, up to
-LONGEST = 16
+# Blocks that keep a GPU busy; beyond these each takes several times as many rows, as long as it moves no more bytes:
+# what is short is over before its filters are there, what is long leaves others behind (16-96 channels: a tenth).
+ENOUGH, MOVES = 6 * 132, 96 * 1024
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
 
@@ -148,7 +149,7 @@ def _plan_gather(
     else:
         defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
     count = ceil_div(conv.pixels, ROWS)
-    share = max(1, min(count // ENOUGH, LONGEST))
+    share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
