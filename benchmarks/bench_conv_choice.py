@@ -2,9 +2,10 @@
 
 ``python benchmarks/bench_conv_choice.py --json out.json`` measures every kernel that could do each pass, as
 ``minidl tune conv`` does, but keeps nothing: at layers of networks that are not in `bench_conv.py`, and at random
-shapes (``--random 24 --seed 7``: so many, drawn from this seed). Other shapes: ``--shape 8,27,27,96,192,3`` (images,
-height, width, channels, filters, kernel or ``1x7``; then stride, groups and dilation where they are not 1; padding
-keeps the size), as often as wanted; ``--network resnet50`` takes those of a network. ``--seconds`` ends it early: the
+shapes (``--random 24 --seed 7``: so many, drawn from this seed; ``--kinds any thin groups``: of each kind).
+Other shapes: ``--shape 8,27,27,96,192,3`` (images, height, width, channels, filters, kernel or ``1x7``; then stride,
+groups and dilation where they are not 1; padding keeps the size), as often as wanted; ``--network resnet50`` takes
+those of a network. ``--seconds`` ends it early: the
 passes come in an order drawn from the seed, so that those it has reached are a fair sample.
 """
 
@@ -26,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minidl import models
 from minidl.bench.conv_tuning import DeviceContest, answer, case, of_network, spelt, variants
 from minidl.cuda import nvrtc
-from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Question
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, install
@@ -36,6 +37,7 @@ from minidl.profile.tables import show
 
 __all__ = ["OTHERS", "PASSES", "main", "questions_of", "random_shapes"]
 
+KINDS = ("any", "thin", "groups")
 PASSES = ("forward", "backward_data", "backward_weight")
 # As of --shape: layers of MobileNetV2, EfficientNet-B0, Inception-v3, ResNeXt, DenseNet and wide ResNets.
 OTHERS = """
@@ -48,10 +50,16 @@ OTHERS = """
 """.split()
 
 
-def random_shapes(count: int, seed: int) -> list[str]:
-    """Widths, sizes and filters drawn at random, as of --shape; what takes too long or nothing at all is drawn anew."""
+def random_shapes(count: int, seed: int, kind: str = "any") -> list[str]:
+    """Widths, sizes and filters drawn at random, as of --shape; what takes too long or nothing at all is drawn anew.
+
+    ``kind``: "any"; "thin", 1x1 between few channels and many, on large images; or "groups" of few channels.
+    """
     rng, found = np.random.default_rng(seed), []
     while len(found) < count:
+        if kind != "any":
+            found.append(_thin(rng) if kind == "thin" else _in_groups(rng))
+            continue
         images, size = int(2 ** rng.uniform(0, 6.5)), int(2 ** rng.uniform(2.5, 7))
         channels, filters = (8 * int(2 ** rng.uniform(1, 7.5)) for _ in range(2))
         kernel = rng.choice(["1", "1", "1", "3", "3", "3", "5", "1x5", "3x1"])
@@ -60,6 +68,21 @@ def random_shapes(count: int, seed: int) -> list[str]:
         if 2e8 < flop < 6e10 and images * size * width * max(channels, filters) < 1e8:
             found.append(f"{images},{size},{width},{channels},{filters},{kernel},{stride}")
     return found
+
+
+def _thin(rng: np.random.Generator) -> str:
+    few, wide, size = 8 * int(rng.integers(1, 5)), 8 * int(2 ** rng.uniform(1, 5.5)), int(2 ** rng.uniform(4, 7))
+    images = max(1, int(2 ** rng.uniform(24, 27) / (size**2 * (few + wide))))
+    return f"{images},{size},{size},{few},{wide},1" if rng.random() < 0.5 else f"{images},{size},{size},{wide},{few},1"
+
+
+def _in_groups(rng: np.random.Generator) -> str:
+    width, groups = int(rng.choice([16, 32, 32, 64, 64, 128, 192])), 2 ** int(rng.integers(1, 6))
+    size, images = int(2 ** rng.uniform(2.7, 5)), int(2 ** rng.uniform(3, 7))
+    stride = int(rng.choice([1, 1, 2]))
+    while images > 1 and images * size**2 * width * groups > 3e7:
+        images //= 2
+    return f"{images},{size},{size},{width * groups},{width * groups},3,{stride},{groups}"
 
 
 def questions_of(shape: str, dtype: str, passes: tuple[str, ...] = PASSES) -> list[Question]:
@@ -119,7 +142,8 @@ def _kind(row: dict[str, Any]) -> tuple[str, str]:
 
 def _questions(a: argparse.Namespace) -> list[Question]:
     questions: list[Question] = []
-    shapes = a.shape or [*OTHERS, *random_shapes(a.random, a.seed)]
+    drawn = [shape for kind in a.kinds for shape in random_shapes(a.random, a.seed, kind)]
+    shapes = a.shape or [*([] if a.drawn_alone else OTHERS), *drawn]
     for dtype in a.precision:
         if a.network:
             graph = models.build(a.network, (224, 224, 3), 1000)
@@ -137,6 +161,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--shape", action="append", metavar="N,H,W,C,K,R,...", help="measure this instead")
     parser.add_argument("--random", type=int, default=24, metavar="N", help="random shapes beside others (default 24)")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["any"], help="of each of these (default any)")
+    parser.add_argument("--drawn-alone", action="store_true", help="leave the layers of other networks out")
     parser.add_argument("--seed", type=int, default=7, help="that they are drawn from (default 7)")
     parser.add_argument("--network", choices=sorted(models.MODELS), help="the convolutions of a network instead")
     parser.add_argument("--batch", type=int, default=32, help="images of --network (default 32)")

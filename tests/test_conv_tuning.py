@@ -21,7 +21,7 @@ from minidl.cuda.convolution import (
     conv2d_weight_grid,
     conv2d_weight_tiles,
 )
-from minidl.cuda.convolution.conv2d import options
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record

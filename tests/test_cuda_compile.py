@@ -51,6 +51,7 @@ CONVOLUTIONS = [
     ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
     ((8, 14, 14, 64), 64, (3, 3), (2, 2), (1, 1), (1, 1), 2),
+    ((8, 14, 14, 384), 384, (3, 3), (1, 1), (1, 1), (1, 1), 2),
     ((8, 14, 14, 9), 15, (3, 3), (1, 1), (1, 1), (1, 1), 3),
     ((8, 28, 28, 96), 96, (3, 3), (1, 1), (1, 1), (1, 1), 96),
     ((8, 28, 28, 96), 192, (5, 5), (2, 2), (2, 2), (1, 1), 96),
@@ -149,20 +150,18 @@ def call_conv2d_stem() -> None:
 def call_conv2d_thin() -> None:
     where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
     few = [(64, 2, 0), (64, 2, 8), (40, 7, 4), (72, 8, 0), (130, 15, 1), (520, 16, 0), (3, 33, 1)]
-    few += [(24, 144, 0), (144, 32, 8), (200, 25, 1)]  # of 16-bit types, and no weight gradient
+    few += [(24, 144, 0), (144, 32, 8), (200, 25, 1)]  # of 16-bit types
     for (dtype, tf32), (channels, filters, moved) in itertools.product(
         ((bfloat16, 0), (float16, 0), (float32, 0), (float32, 1)), few
     ):
-        more = min(channels, filters) > 16
-        if more and dtype == float32:
+        if min(channels, filters) > 16 and dtype == float32:
             continue
         x, dy = (ops.empty((300, 16, 16, c + moved), dtype)[..., moved:] for c in (channels, filters))
         w, bias = ops.empty((filters, 1, 1, channels), dtype), ops.empty(filters, np.float32)
         with family("thin"):
             ops.conv2d(x, w, bias, relu=moved == 1, **where, tf32=tf32)
             ops.conv2d_backward_data(dy, w, x.shape, add=x if moved else None, **where, tf32=tf32)
-            if not more:
-                ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
+            ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
 
 
 def call_conv2d_small() -> None:
@@ -426,6 +425,10 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
             for how in (1, 2):
                 launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)
+        if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
+            wide = 2 * tile.columns
+            split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)
+            launches += conv2d_hopper.plan(split, code, backward, (wide, wide), True, device, (tile, 1))
         for launch in launches:
             variants.add((launch.stem, tuple(launch.defines.items())))
             assert launch.shared <= device.shared_per_block and launch.block == tile.threads

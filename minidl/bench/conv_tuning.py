@@ -20,7 +20,8 @@ import numpy as np
 
 from minidl.cuda import conv2d, conv2d_backward_data, conv2d_backward_weight
 from minidl.cuda.array import cast, copy_into, empty, from_host
-from minidl.cuda.convolution.conv2d import STORAGE, options
+from minidl.cuda.convolution.conv2d import STORAGE
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, kernel
 from minidl.cuda.convolution.conv2d_tuned import asked, choice_record, question_of, question_record
 from minidl.cuda.device import DeviceRecord, current_device, import_cupy

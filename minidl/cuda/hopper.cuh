@@ -267,6 +267,7 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
     "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
     " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, %" A ", %" B                            \
     ", keep, 1, 1" WGMMA_ACROSS(A_ACROSS, B_ACROSS) ";\n}"
+#define WGMMA_0_15 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define WGMMA_0_31                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -287,6 +288,11 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 // d = a b, added to d when `keep`: 64 x 16 times 16 x N, of float32 64 x 8 times 8 x N. ACROSS: that operand is MN-major,
 // which only 16-bit ones can be. The accumulators are the unit's until the wait for the group; call product_fence()
 // before the first.
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[16], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("32", WGMMA_0_15, "16", "17", "18", "19", "20") : WGMMA_16(0) : WGMMA_INPUTS);
+}
+
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("64", WGMMA_0_31, "32", "33", "34", "35", "36") : WGMMA_16(0), WGMMA_16(16) : WGMMA_INPUTS);

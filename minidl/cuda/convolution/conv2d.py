@@ -12,7 +12,6 @@ runs the same family by the same table.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -20,11 +19,10 @@ from minidl import checks
 from minidl.cuda import activation
 from minidl.cuda.array import as_rows, contiguous, copy_into, empty
 from minidl.cuda.convolution import (
-    conv2d_divided,
+    conv2d_choice,
     conv2d_generic,
     conv2d_grouped,
     conv2d_hopper,
-    conv2d_hopper_tiles,
     conv2d_small,
     conv2d_stem,
     conv2d_textbook,
@@ -35,11 +33,12 @@ from minidl.cuda.convolution import (
 )
 from minidl.cuda.convolution.channel_sum import channel_sum, check_sum, sum_partials
 from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands, check_types
-from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family, forced_family, textbook
-from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
+from minidl.cuda.convolution.conv2d_choice import widened
+from minidl.cuda.convolution.conv2d_family import Choice, Question, forced_family, textbook
+from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import chosen
-from minidl.cuda.convolution.widen import narrow, wide_channels, widen
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.convolution.widen import narrow, widen
+from minidl.cuda.device import current_device
 from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
@@ -54,7 +53,6 @@ __all__ = [
     "conv2d_backward_data_masked",
     "conv2d_backward_weight",
     "conv2d_stats",
-    "options",
 ]
 
 STORAGE = {code: dtype for dtype, code in DTYPE.items()}
@@ -157,7 +155,7 @@ def _forward(
     if choice.family == "stem":
         conv2d_stem.forward(conv, x, w, bias, y, relu)
         return y, None
-    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)
     if norm is None:
@@ -177,7 +175,7 @@ def _writes_at_a_pitch(who: str, question: Question, source: Any, out: Any) -> b
     shape = conv.x_shape if backward else conv.y_shape
     if out.shape != shape or out.dtype != source.dtype:
         raise checks.bad_shape(who, "out", f"{source.dtype} {shape}", checks.describe(out))
-    if not out.size or textbook() is not None or conv.depthwise or _widened(conv, question.code) is not conv:
+    if not out.size or textbook() is not None or conv.depthwise or widened(conv, question.code) is not conv:
         return False
     choice = _choose(who, question)
     return choice.family == "hopper" and conv2d_hopper.writes(conv, question.code, backward, out, choice)
@@ -190,7 +188,7 @@ def _rectified(y: Any, relu: bool) -> Any:
 def _normalizes(question: Question, statistics: bool, packed: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
-    if textbook() is not None or _widened(conv, code) is not conv or conv.depthwise:
+    if textbook() is not None or widened(conv, code) is not conv or conv.depthwise:
         return False
     choice = _choose("conv2d", question)
     return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
@@ -269,7 +267,7 @@ def _full(question: Question, add: Any) -> Any:
 def _masks(question: Question, choice: Choice) -> bool:
     """Whether the kernel that is chosen for a data gradient, or for that of a transposed convolution, can mask it."""
     conv, code, backward = question.conv, question.code, question.which == "backward_data"
-    if choice.family != "hopper" or not code or conv.depthwise or not (backward or _widened(conv, code) is conv):
+    if choice.family != "hopper" or not code or conv.depthwise or not (backward or widened(conv, code) is conv):
         return False
     return conv2d_hopper.masks(conv, code, choice, backward)
 
@@ -355,7 +353,7 @@ def conv2d_backward_weight(
         return
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
-    wide = conv if choice.family in _ANY_CHANNELS else _widened(conv, code)
+    wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
     able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
     if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
@@ -369,74 +367,9 @@ def conv2d_backward_weight(
         _weight(question, choice, dy, x, out, accumulate, norm)
 
 
-def _widened(conv: Convolution, code: int) -> Convolution:
-    """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
-    wide = wide_channels(conv.channels, 2 if code else 4)
-    return conv if conv.groups > 1 or wide == conv.channels else conv._replace(channels=wide)
-
-
-# ------------------------------------------------------------------------------------------------ which kernel does it
-
-
 def _choose(who: str, question: Question) -> Choice:
     """The kernel that was tuned or is forced, where it can do this; else the first family that should."""
-    return _choice(who, question, current_device(), chosen(question), forced_family())
-
-
-@functools.lru_cache(maxsize=4096)
-def _choice(who: str, question: Question, device: DeviceRecord, wanted: Choice | None, forced: str | None) -> Choice:
-    fits, unwanted = _families(question, device)
-    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None, forced)
-    return wanted if wanted is not None and wanted.family == name else Choice(name)
-
-
-@functools.lru_cache(maxsize=4096)
-def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
-    """Whether each family can do it, the fastest first; and those that can, but would be slower."""
-    which, conv, code, tf32 = question
-    backward, units = which == "backward_data", tf32 == 1 or code > 0  # matrix units would round float32
-    wide = conv if backward else _widened(conv, code)
-    if which == "backward_weight":
-        grouped = conv2d_grouped.applies_to_weight(conv, code)
-        hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
-        pays = conv2d_weight_hopper.pays(wide, tf32)
-    else:
-        grouped = conv2d_grouped.applies(conv, code, backward)
-        hopper = units and conv2d_hopper.applies(wide, code, backward, device)
-        pays = conv2d_hopper.pays(wide, code, backward)
-    stem = conv2d_stem.applies(conv, which, code, tf32)
-    thin = conv2d_thin.applies(conv, code, which == "backward_weight")
-    small = conv2d_small.applies(conv, tf32)
-    fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
-    tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
-    slower = {"thin": not rather, "grouped": not conv2d_grouped.pays(conv), "small": tiled, "hopper": not pays}
-    return fits, tuple(name for name, slow in slower.items() if slow)
-
-
-def options(question: Question, device: DeviceRecord) -> list[Choice]:
-    """Every kernel that a tuner may try, the one that is chosen without tuning first; one alone leaves no choice."""
-    which, conv, code, tf32 = question
-    backward = which == "backward_data"
-    if conv.depthwise and (which == "backward_weight" or depthwise.fits(conv, backward)):
-        return [Choice("generic")]
-    fits, unwanted = _families(question, device)
-    names = sorted((name for name, fit in fits.items() if fit), key=lambda name: name in unwanted)
-    wide = conv if backward else _widened(conv, code)
-    found: list[Choice] = []
-    for name in names:
-        if name in ("thin", "stem", "grouped", "small"):
-            found.append(Choice(name))
-        elif name == "generic":
-            found += conv2d_generic.options(question._replace(conv=wide), device)
-        elif which == "backward_weight":
-            found += conv2d_weight_hopper.options(wide, tf32)
-        else:
-            parts = conv2d_divided.options(wide, backward, code)
-            whole = conv2d_hopper_tiles.options(wide, backward, device, code)
-            found += [Choice(name)] if backward and conv2d_turned.fits(wide, code, Choice(name), device) else []
-            found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
-    return found
+    return conv2d_choice.choice(who, question, current_device(), chosen(question), forced_family())
 
 
 def _gather(

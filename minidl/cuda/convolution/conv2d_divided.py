@@ -66,7 +66,7 @@ def _stages(conv: Convolution, backward: bool, code: int) -> int:
 
 def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
     """None but of one pixel for each row, and few of them."""
-    if not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
+    if conv.groups > 1 or not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
         return []
     stages = _stages(conv, backward, code)
     return [Division(tile, parts) for tile in TILES for parts in PARTS if parts <= stages]

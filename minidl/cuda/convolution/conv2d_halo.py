@@ -90,7 +90,7 @@ def _stages(tile: HaloTile, walk: tuple[Walk, Walk], device: DeviceRecord) -> in
 def halo_applies(conv: Convolution, backward: bool, tile: HaloTile, device: DeviceRecord) -> bool:
     """Whether a tile can do a convolution that the family takes."""
     walks = walks_of(conv, backward)
-    if len(walks) > 1 or conv.stride != (1, 1) or conv.kernel == (1, 1):
+    if len(walks) > 1 or conv.groups > 1 or conv.stride != (1, 1) or conv.kernel == (1, 1):
         return False
     return max(_patch(tile, walks[0])) <= 256 and _stages(tile, walks[0], device) >= FEWEST_STAGES
 

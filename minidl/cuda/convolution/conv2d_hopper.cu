@@ -1,6 +1,6 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
-// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). One group; 16-bit types, or
-// float32 whose operands the engine rounds to TF32 on their way to shared memory.
+// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, or float32, in one
+// group, whose operands the engine rounds to TF32 on their way to shared memory.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
@@ -33,6 +33,10 @@
 // in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
 // otherwise idle warp brings that from memory, beside the stage where the chunk begins.
 //
+// GROUPED, of 16-bit types: 0, one; 1, several, a tile's columns are of one and so is its depth; 2, likewise of two that
+// have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow each other
+// in its rows.
+//
 // SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
 // copy it, as no box of the engine has such rows.
 //
@@ -42,9 +46,9 @@
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// SPACED, RELU, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products along the
-// depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT, blocks per
-// multiprocessor.
+// SPACED, RELU, GROUPED, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products
+// along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT,
+// blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, three where a tile has 192 rows, as many rows each; one thread of another keeps the
@@ -70,6 +74,7 @@ constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
+static_assert(!GROUPED || (DTYPE && !NORMALIZED && !DIVIDED && (GROUPED == 1 || TILE_N == 64)), "whole groups of 16 bits");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
@@ -109,6 +114,7 @@ struct Problem {
     int tap_step_h, tap_step_w;
     int added;        // elements per pixel of the array to be added; 0: there is none
     int stage_bytes;  // that are fetched for a stage
+    int group_columns;  // of a group, or of the two of a tile
     int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
 };
@@ -118,6 +124,7 @@ struct Tile {
     int index;  // of its class
     int row, column;
     int begin, end;  // channels that are summed
+    int source = 0;  // of the source, where they begin
 
     __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
 #if DIVIDED
@@ -129,6 +136,7 @@ struct Tile {
         const int m = tile / p.tiles_n;
         column = (tile - m * p.tiles_n) * TILE_N;
         row = m * TILE_M;
+        if constexpr (GROUPED) source = column / p.group_columns * p.depth;
     }
 
     // As the thread that fills tells of it.
@@ -266,51 +274,16 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
 #include "conv2d_hopper_below.cuh"
 #endif
 
-// One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
-    const Tile tile(p, number);
-    const Class& c = p.classes[tile.index];
-    const TensorMap& source = maps.source[tile.index];
-    const Pixel start(c, tile.row);
-    const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
-    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-    write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
-    if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) barrier_arrive(at.filled(ring.index)), ring.advance();
-    if (number < 0) return;
-    for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
-        for (int a = 0; a < c.taps_h; ++a)
-#pragma unroll 1
-            for (int b = 0; b < c.taps_w; ++b) {
-                const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
-                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-                barrier_expect(barrier, p.stage_bytes);
-                if constexpr (FLAT)
-                    load_box(to, source, barrier, channel, tile.row);
-                else
-                    load_pixels(to, source, barrier, channel, w, h, start.image, c.offset_w + b * p.delta_w,
-                                c.offset_h + a * p.delta_h);
-                const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
-                if constexpr (ACROSS) {
-#pragma unroll
-                    for (int j = 0; j < TILE_N; j += 64)
-                        if (j < p.columns)
-                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, tile.column + j, tap,
-                                     channel);
-                } else {
-                    load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
-                }
-                ring.advance();
-            }
-#if MASKED
-    if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
-#endif
-}
+#include "conv2d_hopper_fill.cuh"
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
 #endif
+
+// Of the sums of 64 columns those of the first or the second 32.
+DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] { return *reinterpret_cast<float(*)[16]>(sum + 16 * which); }
 
 // A warpgroup: sums up its rows of one tile, `steps` stages of it.
 DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
@@ -325,9 +298,14 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
 #pragma unroll
         for (int k = 0; k < STEPS; ++k)
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i)
-                multiply<ACROSS>(sum[i], a + operand_step(i * 64 * 128 + k * 32), b + operand_step(k * B_STEP),
-                                   step + k);
+            for (int i = 0; i < BLOCKS; ++i) {
+                const u64 rows = a + operand_step(i * 64 * 128 + k * 32);
+                if constexpr (GROUPED == 2)
+                    multiply<ACROSS>(half(sum[i], k / 2), rows,
+                                     b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP), step + k % 2);
+                else
+                    multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k);
+            }
         commit_products();
         await_products<1>();  // those of the step before are done with their stage
         if (speaks && step > 0) barrier_arrive(before);

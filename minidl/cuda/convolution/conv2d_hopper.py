@@ -17,18 +17,21 @@ from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile, choose, normalizing_pays, taken
+from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
 from minidl.cuda.convolution.conv2d_hopper_views import spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
     CLASSES,
+    PRODUCT,
     STAGE_ROW,
     Planned,
     Walk,
     blocks,
+    bundle_of,
     columns_of,
     depth_of,
     filter_rows,
+    group_columns_of,
     is_flat,
     itemsize_of,
     steps_of,
@@ -75,7 +78,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added stage_bytes count cycles",
+    "added stage_bytes group_columns count cycles",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -107,9 +110,14 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
 
     It does on compute capability 9.0, for one group of a 16-bit type with channels and filters in multiples of eight,
     or of float32 (which it rounds to TF32) in multiples of four, as far as the copy engine can walk the pixels:
-    paddings up to 128, strides up to 8, taps up to 254 pixels apart.
+    paddings up to 128, strides up to 8, taps up to 254 pixels apart. For several groups of a 16-bit type that fill
+    stages and tiles: of 64 channels or a multiple, or of 32, or 16 or 48 of the source alone.
     """
-    if device.arch != ARCH or conv.groups != 1 or conv.images == 0:
+    if device.arch != ARCH or conv.images == 0 or (conv.groups > 1 and not code):
+        return False
+    depth, chunk = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
+    whole = depth % (PRODUCT // itemsize_of(code) if depth < chunk else chunk) == 0
+    if conv.groups > 1 and not (whole and group_columns_of(conv, backward) % SLAB == 0):
         return False
     vector = ACCESS // itemsize_of(code)
     if conv.channels % vector or conv.out_channels % vector:
@@ -117,8 +125,8 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     walks = walks_of(conv, backward)
     if any(axis.farthest not in OFFSETS for pair in walks for axis in pair):
         return False
-    pitches = depth_of(conv, backward), columns_of(conv, backward)
-    tile = TILES[0]
+    pitches = conv.channels, conv.out_channels
+    pitches, tile = pitches[::-1] if backward else pitches, TILES[-1]
     parts = (walks[i : i + CLASSES] for i in _firsts(walks))
     return all(views_of(conv, code, backward, part, pitches, tile, tile.rows).legal for part in parts)
 
@@ -204,6 +212,7 @@ def plan(
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
+        defines |= {"GROUPED": bundle_of(conv) if conv.groups > 1 else 0}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
         patches = tiles // int(problem["tiles_n"][0]) * tile.warpgroups
@@ -322,10 +331,10 @@ def takes_statistics(conv: Convolution, code: int, choice: Choice | None = None)
 def normalizes(
     conv: Convolution, code: int, statistics: bool = False, choice: Choice | None = None, packed: bool = False
 ) -> bool:
-    """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, in
-    one launch, and where that should be faster than a pass of its own."""
+    """Whether `forward_fused` should normalise the input of a convolution that the family takes: of a 16-bit type, one
+    group, in one launch, and where that should be faster than a pass of its own."""
     statistics = statistics and takes_statistics(conv, code, choice)
-    whole = code > 0 and _whole(conv, code, False, choice)
+    whole = code > 0 and conv.groups == 1 and _whole(conv, code, False, choice)
     return whole and normalizing_pays(conv, current_device(), code, statistics, 2 if packed else 1)
 
 
@@ -473,6 +482,7 @@ def _problem(
         tap_step_w=w.tap_step,
         added=added,
         stage_bytes=stage_bytes,
+        group_columns=group_columns_of(conv, backward),
         count=count,
         cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,

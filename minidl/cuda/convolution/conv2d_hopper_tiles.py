@@ -16,6 +16,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     STAGE_ROW,
     columns_of,
     depth_of,
+    group_columns_of,
     itemsize_of,
     reads,
     walks_of,
@@ -114,6 +115,8 @@ THIRD = HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5)
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE = 1.3
 ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
+# A row of filters that are read across and end within it; a launch.
+EMPTY, START = 3.0e-5, 3.0
 # Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
 FIRST = 3.0
 # What a window's stage is spared of products where the depth is less.
@@ -138,6 +141,9 @@ def candidates(
     tiles = TILES
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), THIRD, *([ROOMY] if conv.kernel == (1, 1) else [])
+    if conv.groups > 1:
+        group = group_columns_of(conv, backward)
+        return [tile for tile in tiles if group % tile.columns == 0]
     return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 
@@ -175,6 +181,8 @@ def microseconds(
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
     fetched = stages * tile.fetched * (ROW + (CROSSING * lines + ODD * odd) / ceil_div(depth, channels))
+    if backward and code and columns_of(conv, backward) % channels and not isinstance(tile, HaloTile):
+        fetched += stages * channels * EMPTY / ceil_div(columns_of(conv, backward), tile.columns)
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
@@ -182,7 +190,7 @@ def microseconds(
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
     arithmetic = max(rounds * busy, fetched) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
-    return arithmetic, max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+    return arithmetic, START + max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
 
 
 def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:

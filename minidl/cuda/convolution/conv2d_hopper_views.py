@@ -9,7 +9,6 @@ from minidl.cuda.convolution.conv2d_walk import (
     STAGE_ROW,
     Walk,
     columns_of,
-    depth_of,
     filter_view,
     is_flat,
     itemsize_of,
@@ -45,7 +44,7 @@ def views_of(
     channels = STAGE_ROW // itemsize
 
     def source(h: Walk, w: Walk) -> View:
-        depth, pixel = depth_of(conv, backward), pitches[0] * itemsize
+        depth, pixel = conv.out_channels if backward else conv.channels, pitches[0] * itemsize
         if is_flat(conv):
             return View(code or TF32, (depth, conv.images * h.source * w.source), (pixel,), (channels, fetched))
         corners = tuple(zip(w.corners, h.corners, strict=True))

@@ -15,18 +15,21 @@
 // For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than memory: words
 // 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the filters in shared
 // memory are laid out alike. Going wide it is the columns whose order is chosen: those of four products that a thread
-// holds are eight neighbours.
+// holds are eight neighbours. In the same way a thread has RUN neighbours of the FEW.
 //
-// Macros: DTYPE, TF32, FEW, RELU; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend; BATCH, chunks
-// of a row in flight (narrow).
+// A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
+//
+// Macros: DTYPE, TF32, FEW, RELU, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend, on
+// the side of the few a divisor of RUN; BATCH, chunks of a row that are read together (narrow): two make whole cache lines.
 // Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each chunk
-// (rounded up to BATCH) and each of FEW (rounded up to eight for 16-bit types).
+// and each of FEW (rounded up to eight for 16-bit types).
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
 constexpr int CHUNK = 4 * WIDTH;                 // channels
 constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;  // of the few, as the filters are kept
 constexpr int EACH = 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
+constexpr int RUN = UNITS ? 2 * OCTETS : 2;  // of the few of a row, neighbours that a thread has: from RUN * t on
 
 struct Problem {
     i64 rows, source_pitch, add_pitch;
@@ -37,10 +40,19 @@ DEVICE T filter(const T* __restrict__ w, const Problem& p, int f, int j) {
     return f < FEW && j < p.wide ? operand(w[i64(f) * p.few_step + i64(j) * p.wide_step]) : from_float<T>(0.0f);
 }
 
+// Times that this block takes ROWS rows.
+DEVICE int turns_of(const Problem& p) {
+    const i64 left = ceil_div(p.rows, i64(ROWS)) - i64(blockIdx.x) * p.share;
+    return left < p.share ? int(left) : p.share;
+}
+
 // ---------------------------------------------------------------------------------------------------------- narrow
 
-#ifdef BATCH
-// A thread's part of its rows, BATCH chunks at a time.
+#if NARROW
+static_assert(UNITS || BATCH == 1, "float32 has no registers for more");
+constexpr int RUNS = UNITS ? 1 : OCTETS;  // of a thread, eight of the few apart
+
+// A thread's part of BATCH chunks of its rows.
 struct Part {
     Vector x[BATCH][EACH];
 
@@ -54,7 +66,7 @@ struct Part {
     }
 };
 
-// Sums of a thread: of 16-bit types complete, of its rows and of filters 8b + 2t, 8b + 2t + 1; else its share of all.
+// Sums of a thread: of 16-bit types complete, of its rows and its run of filters; else its share of all.
 struct Sum {
 #if DTYPE
     float parts[EACH / 2][OCTETS][4] = {};
@@ -75,36 +87,34 @@ struct Sum {
             }
     }
 
-    __device__ __forceinline__ void result(int i, int b, float (&v)[2]) const {
-        v[0] = parts[i / 2][b][i % 2 * 2], v[1] = parts[i / 2][b][i % 2 * 2 + 1];
+    __device__ __forceinline__ void result(int i, int, float (&v)[RUN]) const {
+#pragma unroll
+        for (int e = 0; e < RUN; ++e) v[e] = parts[i / 2][e / 2][i % 2 * 2 + e % 2];
     }
 #else
     float parts[EACH][FEW] = {};
 
     __device__ __forceinline__ void add(const Part& part, const uint4* filters) {
         const float4* w = reinterpret_cast<const float4*>(filters) + threadIdx.x % 4;
+        float x[EACH][WIDTH];
 #pragma unroll
-        for (int c = 0; c < BATCH; ++c) {
-            float x[EACH][WIDTH];
+        for (int i = 0; i < EACH; ++i)
 #pragma unroll
-            for (int i = 0; i < EACH; ++i)
+            for (int e = 0; e < WIDTH; ++e) x[i][e] = operand(part.x[0][i].items[e]);
 #pragma unroll
-                for (int e = 0; e < WIDTH; ++e) x[i][e] = operand(part.x[c][i].items[e]);
+        for (int f = 0; f < FEW; ++f) {
+            const float4 filter = w[f * 4];
 #pragma unroll
-            for (int f = 0; f < FEW; ++f) {
-                const float4 filter = w[(c * FEW + f) * 4];
-#pragma unroll
-                for (int i = 0; i < EACH; ++i) {
-                    float& sum = parts[i][f];
-                    sum = fmaf(x[i][0], filter.x, sum), sum = fmaf(x[i][1], filter.y, sum);
-                    sum = fmaf(x[i][2], filter.z, sum), sum = fmaf(x[i][3], filter.w, sum);
-                }
+            for (int i = 0; i < EACH; ++i) {
+                float& sum = parts[i][f];
+                sum = fmaf(x[i][0], filter.x, sum), sum = fmaf(x[i][1], filter.y, sum);
+                sum = fmaf(x[i][2], filter.z, sum), sum = fmaf(x[i][3], filter.w, sum);
             }
         }
     }
 
     // Adds up what the four threads of a row have; each gets two of eight filters.
-    __device__ __forceinline__ void result(int i, int b, float (&v)[2]) const {
+    __device__ __forceinline__ void result(int i, int b, float (&v)[RUN]) const {
         const bool second = threadIdx.x & 2, odd = threadIdx.x & 1;
         float four[4];
 #pragma unroll
@@ -124,78 +134,95 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(256, UNITS && VEC_X == WIDTH && OCTETS < 4 ? 3 : 2)
+// The filter that slot i of the products' columns stands for.
+DEVICE int filter_of(int i) { return UNITS ? i % 8 / 2 * RUN + i / 8 * 2 + i % 2 : i; }
+
+extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
     await_predecessor();
     extern __shared__ uint4 filters[];
     const int t = threadIdx.x % 4;
-    const i64 first = i64(blockIdx.x) * p.share * ROWS;
-    i64 row = first + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
-    Part part;
-    part.read(source, p, row, t * WIDTH);
+    i64 row = i64(blockIdx.x) * p.share * ROWS + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    Part next;
+    next.read(source, p, row, t * WIDTH);
     const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
+#pragma unroll 8
     for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256)
-        reinterpret_cast<T*>(filters)[i] = filter(w, p, i / CHUNK % SLOTS, i / (SLOTS * CHUNK) * CHUNK + i % CHUNK);
+        reinterpret_cast<T*>(filters)[i] =
+            filter(w, p, filter_of(i / CHUNK % SLOTS), i / (SLOTS * CHUNK) * CHUNK + i % CHUNK);
     __syncthreads();
-    for (int turn = 0; turn < p.share && first + turn * ROWS < p.rows; ++turn, row += ROWS) {
+    const int turns = turns_of(p);
+    for (int turn = 0; turn < turns; ++turn, row += ROWS) {
         Sum sum;
         for (int c = 0; c < chunks; c += BATCH) {
-            if (turn + c > 0) part.read(source, p, row, c * CHUNK + t * WIDTH);
+            const Part part = next;
+            if (c + BATCH < chunks)
+                next.read(source, p, row, (c + BATCH) * CHUNK + t * WIDTH);
+            else if (turn + 1 < turns)
+                next.read(source, p, row + ROWS, t * WIDTH);
             sum.add(part, filters + c * SLOTS * 4);
         }
 #pragma unroll
-        for (int b = 0; b < OCTETS; ++b) {
-            const int f = 8 * b + 2 * t;
+        for (int run = 0; run < RUNS; ++run) {
+            const int f = 8 * run + RUN * t;
+            float shift[RUN];
+#pragma unroll
+            for (int e = 0; e < RUN; ++e) shift[e] = bias && f + e < FEW ? bias[f + e] : 0.0f;
 #pragma unroll
             for (int i = 0; i < EACH; ++i) {
-                float v[2];
-                sum.result(i, b, v);
+                float v[RUN];
+                sum.result(i, run, v);
                 const i64 at = row + 8 * i;
                 if (at >= p.rows) continue;
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (f + e < FEW) {
-                        if (bias) v[e] += bias[f + e];
-                        if (add) v[e] += to_float(add[at * p.add_pitch + f + e]);
-                        if (RELU) v[e] = clamp_below(v[e], 0.0f);
-                    }
-                T* to = out + at * FEW + f;
-                if constexpr (VEC_Y == 2) {
-                    if (f < FEW) store(to, v);
-                } else {
+                for (int e = 0; e < RUN; ++e) v[e] += shift[e];
+                if (add) {
 #pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (f + e < FEW) to[e] = from_float<T>(v[e]);
+                    for (int e = 0; e < RUN; e += VEC_ADD)
+                        if (f + e < FEW) {
+                            float more[VEC_ADD];
+                            load(add + at * p.add_pitch + f + e, more);
+#pragma unroll
+                            for (int k = 0; k < VEC_ADD; ++k) v[e + k] += more[k];
+                        }
+                }
+#pragma unroll
+                for (int e = 0; e < RUN; e += VEC_Y) {
+                    float part[VEC_Y];
+#pragma unroll
+                    for (int k = 0; k < VEC_Y; ++k) part[k] = RELU ? clamp_below(v[e + k], 0.0f) : v[e + k];
+                    if (f + e < FEW) store(out + at * FEW + f + e, part);
                 }
             }
         }
     }
 }
-#endif
-
+#else
 // ----------------------------------------------------------------------------------------------------------- widen
 
-#ifdef VEC_ADD
-// A thread's few of its rows: of 16-bit types pairs 2t, 2t + 1 of each eight; else all.
+// A thread's few of its rows: of 16-bit types its run; else all.
 struct Few {
 #if DTYPE
     u32 parts[EACH][OCTETS];
 
     __device__ __forceinline__ void read(int i, const T* __restrict__ row) {
+        constexpr int PIECE = VEC_X < 2 ? 2 : VEC_X;
+        const int f = threadIdx.x % 4 * RUN;
 #pragma unroll
-        for (int b = 0; b < OCTETS; ++b) {
-            const int f = 8 * b + threadIdx.x % 4 * 2;
-            Raw<T, 2> both;
-            both.pairs[0] = 0;
+        for (int e = 0; e < RUN; e += PIECE) {
+            Raw<T, PIECE> piece;
+#pragma unroll
+            for (int k = 0; k < PIECE / 2; ++k) piece.pairs[k] = 0;
             if constexpr (VEC_X > 1) {
-                if (f < FEW) both = load_raw<2>(row + f);
+                if (f + e < FEW) piece = load_raw<PIECE>(row + f + e);
             } else {
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    if (f + e < FEW) both.items[e] = row[f + e];
+                for (int k = 0; k < 2; ++k)
+                    if (f + e + k < FEW) piece.items[k] = row[f + e + k];
             }
-            parts[i][b] = both.pairs[0];
+#pragma unroll
+            for (int k = 0; k < PIECE / 2; ++k) parts[i][e / 2 + k] = piece.pairs[k];
         }
     }
 #else
@@ -207,6 +234,12 @@ struct Few {
         for (int f = 0; f < FEW; ++f) parts[i][f] = operand(parts[i][f]);
     }
 #endif
+
+    __device__ __forceinline__ void read(const T* __restrict__ source, const Problem& p, i64 row) {
+#pragma unroll
+        for (int i = 0; i < EACH; ++i)
+            read(i, source + (row + 8 * i < p.rows ? row + 8 * i : p.rows - 1) * p.source_pitch);
+    }
 };
 
 // A thread's WIDTH neighbours of each of its rows; `filters` of their chunk.
@@ -250,11 +283,12 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
 
 // Lays the filters out as `widen` reads them.
 DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
+#pragma unroll 8
     for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256) {
         int f = i / CHUNK % SLOTS, j = i / (SLOTS * CHUNK) * CHUNK + i % CHUNK;
         if constexpr (UNITS) {  // word `product` of a lane's four is of column g of that product
             const int product = i / 2 % 4, lane = i / 8 % 32, g = lane / 4;
-            f = i / 256 % OCTETS * 8 + lane % 4 * 2 + i % 2;
+            f = lane % 4 * RUN + i / 256 % OCTETS * 2 + i % 2;
             j = i / (256 * OCTETS) * CHUNK + g / 2 * 8 + product * 2 + g % 2;
         }
         reinterpret_cast<T*>(filters)[i] = filter(w, p, f, j);
@@ -267,18 +301,20 @@ conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, 
     await_predecessor();
     extern __shared__ uint4 filters[];
     const int t = threadIdx.x % 4, chunks = ceil_div(p.wide, CHUNK);
-    const i64 first = i64(blockIdx.x) * p.share * ROWS;
-    i64 row = first + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    i64 row = i64(blockIdx.x) * p.share * ROWS + threadIdx.x / 32 * WARP_ROWS + threadIdx.x % 32 / 4;
+    Few next;
+    next.read(source, p, row);
     lay_out(filters, w, p, chunks);
     __syncthreads();
-    for (int turn = 0; turn < p.share && first + turn * ROWS < p.rows; ++turn, row += ROWS) {
-        Few few;
+    const int turns = turns_of(p);
+    for (int turn = 0; turn < turns; ++turn, row += ROWS) {
+        // There are no registers to have floats of two turns.
+        if (!UNITS && turn > 0) next.read(source, p, row);
+        const Few few = next;
+        if (UNITS && turn + 1 < turns) next.read(source, p, row + ROWS);
         i64 at[EACH];
 #pragma unroll
-        for (int i = 0; i < EACH; ++i) {
-            at[i] = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
-            few.read(i, source + at[i] * p.source_pitch);
-        }
+        for (int i = 0; i < EACH; ++i) at[i] = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
         for (int c = 0; c < chunks; ++c) {
             const int channel = c * CHUNK + t * WIDTH;
             Vector added[EACH];

@@ -7,6 +7,7 @@ would multiply, or fetch, mostly nothing.
 from __future__ import annotations
 
 import functools
+from math import gcd, inf
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import as_rows, empty
@@ -19,14 +20,15 @@ from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
-FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types, but for weight gradients
-MOST_ALWAYS, MOST_ROUNDED, MOST_WIDENED = 8, 4, 24  # as many as no other kernel does faster (seen on an H200)
-CHUNK = 64  # channels of a stage of Hopper's kernels for 16-bit types
+FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
+MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
+START, MOVED = 4.5, 3.3e6  # microseconds, and bytes in one, seen there of 9 to 32 channels
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
-ENOUGH = 32 * 132  # blocks: beyond these each takes several times as many rows, up to
-LONGEST = 4
+# Blocks that keep a GPU busy; beyond these each takes several times as many rows, as long as it moves no more bytes:
+# what is short is over before its filters are there, what is long leaves others behind (16-96 channels: a tenth).
+ENOUGH, MOVES = 6 * 132, 96 * 1024
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
 
@@ -42,14 +44,12 @@ class _Sides(NamedTuple):
     few_step: int
     wide_step: int
 
-    def shared_bytes(self, itemsize: int, batch: int) -> int:
-        """The filters as conv2d_thin.cu keeps them."""
+    def shared_bytes(self, itemsize: int, batch: int = 2) -> int:
+        """The filters as conv2d_thin.cu keeps them, for each four accesses of a wide row, so many of which it reads
+        together.
+        """
         slots = round_up(self.few, 8) if itemsize == 2 else self.few
-        return round_up(self.chunks(itemsize), batch) * slots * 4 * ACCESS
-
-    def chunks(self, itemsize: int) -> int:
-        """Of a wide row: four accesses each."""
-        return ceil_div(self.wide * itemsize, 4 * ACCESS)
+        return round_up(ceil_div(self.wide * itemsize, 4 * ACCESS), batch) * slots * 4 * ACCESS
 
 
 def _sides(conv: Convolution) -> _Sides:
@@ -59,40 +59,32 @@ def _sides(conv: Convolution) -> _Sides:
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int, weight: bool = False) -> bool:
-    """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
-    types 32. ``weight``: a weight gradient, of 16 in every type.
+def applies(conv: Convolution, code: int) -> bool:
+    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side, of
+    16-bit types 32.
     """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return (
-        sides.few <= (FEW_HALVES if code and not weight else FEW) and sides.shared_bytes(itemsize_of(code), 2) <= SHARED
-    )
+    return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
-def pays(conv: Convolution, code: int, tf32: int, which: str, units: bool) -> bool:
-    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, and
-    rows have something for most of the four threads that share one.
-
-    From nine channels on Hopper's kernels are as fast where wide rows fill their stages, and do more on the way; from
-    17 on they are faster at reading such rows.
+def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: float) -> bool:
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, rows
+    have something for most of the four threads that share one, and Hopper's kernels, which should take ``hopper``
+    microseconds (infinitely many where they cannot do it), are slower.
 
     Args:
         which: forward, backward_data or backward_weight.
-        units: whether Hopper's kernels can do it.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
     if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and tf32 == 1:  # rounding every operand takes longer than memory
         return few <= MOST_ROUNDED
-    # On an H200, 16-96 at 112x112: forward 196 us, Hopper's tiles 380; data gradient 224, and 436. 24-144 at 56x56 and
-    # half the images: forward 50 and 92; data gradient, whose rows are wide, 65 and 59.
-    ragged = code > 0 and not weight and wide > CHUNK and wide % CHUNK != 0
-    widened = (conv.out_channels > conv.channels) == (which == "forward")
-    most = MOST_WIDENED if widened else FEW
-    return few <= MOST_ALWAYS or (ragged and few <= most) or (few <= FEW and not units)
+    if few <= MOST_ALWAYS or hopper == inf:
+        return few <= FEW
+    return not weight and START + itemsize_of(code) * conv.pixels * (few + wide) / MOVED < hopper
 
 
 def gather(
@@ -146,16 +138,18 @@ def _plan_gather(
     sides, itemsize = _sides(conv), itemsize_of(code)
     most = ACCESS // itemsize
     narrow = (conv.out_channels <= conv.channels) != backward
-    vec_x, vec_y, vec_add = (min(vector, most) for vector in vectors)
-    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu)}
-    room = code > 0 or sides.few <= 8  # in registers, beside the sums
-    batch = 2 if narrow and room and sides.chunks(itemsize) > 1 else 1
+    run = 2 * ceil_div(sides.few, 8) if code else 2  # of the few, of a thread
+    wide_x, wide_y, wide_add = (min(vector, most) for vector in vectors)
+    few_x, few_y, few_add = (gcd(vector, run) for vector in (wide_x, wide_y, wide_add))
+    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
+    # Beside the sums of more than 24 there are no registers for two.
+    batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
-        defines |= {"VEC_X": vec_x, "VEC_Y": min(vec_y, 2), "BATCH": batch}
+        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add, "BATCH": batch}
     else:
-        defines |= {"VEC_X": min(vec_x, 2) if code else vec_x, "VEC_Y": vec_y, "VEC_ADD": vec_add}
+        defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
     count = ceil_div(conv.pixels, ROWS)
-    share = max(1, min(count // ENOUGH, LONGEST))
+    share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
@@ -172,10 +166,13 @@ def _plan_weight(
     """The launch of conv2d_thin_weight.cu; pitches and widest vectors of the few and of the wide."""
     sides, itemsize = _sides(conv), itemsize_of(code)
     spans = ceil_div(sides.wide * itemsize, SPAN_BYTES)
-    chunk = round_up(max(LEAST, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
+    # Partial sums are to be some hundredths of what is read.
+    least = max(LEAST, 32 * sides.few * sides.wide // (sides.few + sides.wide))
+    chunk = round_up(max(least, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
     vec_few, vec_x = (min(vector, ACCESS // itemsize) for vector in vectors)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "VEC_X": vec_x}
-    defines["VEC_FEW"] = 1 if code else vec_few
+    each = 4 if sides.few > 16 else 2 if sides.few > 8 else 1  # of the few, of a thread
+    defines["VEC_FEW"] = gcd(each, vec_few) if code else vec_few
     problem = argument(
         _WEIGHT, rows=conv.pixels, chunk=chunk, few_pitch=pitches[0], wide_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step,

@@ -5,16 +5,18 @@
 //
 // Layout: few, wide  rows * pitch + channel. A warp takes 16 rows at a time of 128 bytes of `wide`: lane 4g + t the vector
 // g of rows 4t to 4t + 3. For mma.sync these are, two rows interleaved, fragments of `wide` turned: its row g or g + 8 is
-// channel 8g + 2q or 8g + 2q + 1 of product q, its depth the rows. Float32 is multiplied as it is, and the four threads of
-// a vector add up their rows at the end; then the warps, in order.
+// channel 8g + 2q or 8g + 2q + 1 of product q, its depth the rows. The few come likewise: lane 4g + t has the EACH from
+// EACH * g on of its four rows, which are column g of as many products. Float32 is multiplied as it is, and the four
+// threads of a vector add up their rows at the end; then the warps, in order.
 //
-// Macros: DTYPE, TF32, FEW; VEC_X, VEC_FEW, elements per access of wide and few (VEC_FEW of float32 only).
+// Macros: DTYPE, TF32, FEW; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor of EACH.
 // Block: 8 warps. Grid: (blocks of 128 bytes of channels, chunks). A chunk is a multiple of 128 rows.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW); the few are read once for each block of channels.
 #include "conv2d_thin.cuh"
 
 constexpr int WARPS = 8, SPAN = 8 * WIDTH, STEP = 16;  // channels of a block, rows of a warp at a time
-constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;
+constexpr int EACH = UNITS ? (FEW > 16 ? 4 : FEW > 8 ? 2 : 1) : 1;
+constexpr int SLOTS = UNITS ? 8 : FEW;  // sums of a channel that a warp leaves at a time, EACH times
 
 struct Problem {
     i64 rows, chunk, few_pitch, wide_pitch;
@@ -23,37 +25,44 @@ struct Problem {
 
 struct Sum {
 #if DTYPE
-    float parts[4][OCTETS][4] = {};
+    float parts[4][EACH][4] = {};
 
     __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row, i64 end) {
-        const int g = threadIdx.x % 32 / 4;
+        const int first = threadIdx.x % 32 / 4 * EACH;
+        T y[4][EACH];
 #pragma unroll
-        for (int b = 0; b < OCTETS; ++b) {
-            Raw<T, 4> y;
-            y.words[0] = make_uint2(0, 0);
-            const int f = 8 * b + g;
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (f < FEW && row + i < end) y.items[i] = few[(row + i) * p.few_pitch + f];
+            for (int j = 0; j < EACH; j += VEC_FEW) {
+                Raw<T, VEC_FEW> part;
+#pragma unroll
+                for (int e = 0; e < VEC_FEW; ++e) part.items[e] = from_float<T>(0.0f);
+                if (first + j < FEW && row + i < end) part = load_raw<VEC_FEW>(few + (row + i) * p.few_pitch + first + j);
+#pragma unroll
+                for (int e = 0; e < VEC_FEW; ++e) y[i][j + e] = part.items[e];
+            }
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) {
+            Raw<T, 4> column;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) column.items[i] = y[i][j];
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
                 const u32 a[4] = {
                     __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x5410), __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x7632),
                     __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x5410), __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x7632)};
-                multiply_units(parts[q][b], a, {y.pairs[0], y.pairs[1]});
+                multiply_units(parts[q][j], a, {column.pairs[0], column.pairs[1]});
             }
         }
     }
 
-    // sums[channel][slot] of this warp
-    __device__ __forceinline__ void leave(float (*sums)[SLOTS]) const {
+    // sums[channel][slot] of this warp, slot i for the few EACH * i + which
+    __device__ __forceinline__ void leave(float (*sums)[SLOTS], int which) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int q = 0; q < 4; ++q)
 #pragma unroll
-            for (int b = 0; b < OCTETS; ++b)
-#pragma unroll
-                for (int e = 0; e < 4; ++e) sums[8 * g + 2 * q + e / 2][8 * b + 2 * t + e % 2] = parts[q][b][e];
+            for (int e = 0; e < 4; ++e) sums[8 * g + 2 * q + e / 2][2 * t + e % 2] = parts[q][which][e];
     }
 #else
     float parts[FEW][WIDTH] = {};
@@ -73,7 +82,7 @@ struct Sum {
         }
     }
 
-    __device__ __forceinline__ void leave(float (*sums)[SLOTS]) const {
+    __device__ __forceinline__ void leave(float (*sums)[SLOTS], int) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int f = 0; f < FEW; ++f)
@@ -88,7 +97,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS && EACH < 4 ? 3 : 2)
 conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide, float* __restrict__ partials,
                           const Problem p) {
     await_predecessor();
@@ -107,13 +116,18 @@ conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide,
         }
         sum.add(x, few, p, row, end);
     }
-    sum.leave(sums[warp]);
-    __syncthreads();
-    for (int i = threadIdx.x; i < SPAN * FEW; i += 32 * WARPS) {
-        const int f = i / SPAN, j = i % SPAN, at = blockIdx.x * SPAN + j;
-        float total = 0.0f;
 #pragma unroll
-        for (int k = 0; k < WARPS; ++k) total += sums[k][j][f];
-        if (at < p.wide) partials[i64(blockIdx.y) * FEW * p.wide + i64(f) * p.few_step + i64(at) * p.wide_step] = total;
+    for (int which = 0; which < EACH; ++which) {
+        if (which > 0) __syncthreads();
+        sum.leave(sums[warp], which);
+        __syncthreads();
+        for (int i = threadIdx.x; i < SPAN * SLOTS; i += 32 * WARPS) {
+            const int f = i / SPAN * EACH + which, j = i % SPAN, at = blockIdx.x * SPAN + j;
+            float total = 0.0f;
+#pragma unroll
+            for (int k = 0; k < WARPS; ++k) total += sums[k][j][i / SPAN];
+            if (f < FEW && at < p.wide)
+                partials[i64(blockIdx.y) * FEW * p.wide + i64(f) * p.few_step + i64(at) * p.wide_step] = total;
+        }
     }
 }

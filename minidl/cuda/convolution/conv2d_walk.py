@@ -16,14 +16,17 @@ __all__ = [
     "CLASSES",
     "DEPTH",
     "ITEMSIZE",
+    "PRODUCT",
     "STAGE_ROW",
     "Planned",
     "Walk",
     "blocks",
+    "bundle_of",
     "columns_of",
     "depth_of",
     "filter_rows",
     "filter_view",
+    "group_columns_of",
     "is_flat",
     "itemsize_of",
     "reads",
@@ -35,6 +38,7 @@ STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
 PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
+PAIRED = 32  # channels of groups of which two share a stage
 CLASSES = 4  # parity classes of one launch, at most
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
 
@@ -120,9 +124,14 @@ def blocks(tiles: int, share: int, group: int) -> int:
     return whole * group + min(rest, group)
 
 
+def bundle_of(conv: Convolution) -> int:
+    """Groups that a stage has the channels of: two of 32 channels, else one."""
+    return 2 if conv.groups % 2 == 0 and conv.channels == conv.out_channels == PAIRED * conv.groups else 1
+
+
 def depth_of(conv: Convolution, backward: bool) -> int:
-    """Channels of the source, which are summed over."""
-    return conv.out_channels if backward else conv.channels
+    """Channels of the source that are summed over, or lie in a stage: those of a group, or of a bundle."""
+    return (conv.out_channels if backward else conv.channels) // conv.groups * bundle_of(conv)
 
 
 def steps_of(conv: Convolution, backward: bool, code: int) -> int:
@@ -133,6 +142,11 @@ def steps_of(conv: Convolution, backward: bool, code: int) -> int:
 def columns_of(conv: Convolution, backward: bool) -> int:
     """Channels of the output."""
     return conv.channels if backward else conv.out_channels
+
+
+def group_columns_of(conv: Convolution, backward: bool) -> int:
+    """Channels of the output that see the same ones of the source, or those of a bundle."""
+    return columns_of(conv, backward) // conv.groups * bundle_of(conv)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -177,10 +191,14 @@ def filter_rows(conv: Convolution, code: int, backward: bool, columns: int) -> i
 def filter_view(conv: Convolution, code: int, backward: bool, columns: int) -> View:
     """Filters in boxes of a stage and so many output channels.
 
-    Those of a data gradient are read across, in boxes of 64; in float32 they have been turned.
+    Those of a data gradient are read across, in boxes of 64; in float32 they have been turned. Of bundles taps follow
+    each other along the channels, so that boxes are full.
     """
     taps = conv.kernel[0] * conv.kernel[1]
     inner, outer = (conv.out_channels, conv.channels) if backward and not code else (conv.channels, conv.out_channels)
+    inner //= conv.groups
+    if bundle_of(conv) > 1:
+        inner, taps = inner * taps, 1
     row = inner * itemsize_of(code)
     box = _filter_box(conv, code, backward, columns)
     return View(code or TF32, (inner, taps, outer), (row, taps * row), box)

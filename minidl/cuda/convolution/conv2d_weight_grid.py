@@ -18,18 +18,20 @@ SHARED_BYTES = 227 * 1024  # that a block may have
 
 
 class HaloTile(NamedTuple):
-    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES."""
+    """64 filters x 9 taps x 64 channels, by conv2d_weight_halo.cu. ``stages``: the macro STAGES; ``step``: as of
+    `WeightTile` (conv2d_weight_tiles.py).
+    """
 
     stages: int
+    step: float
     name, threads, resident, size = "halo", 512, 1, (SPAN, 9 * SPAN)
-    traffic = ROW_BYTES * (2 * SPAN + 3 * (SPAN + 3 * SPAN))  # as of `WeightTile`
 
     @property
     def defines(self) -> dict[str, int]:
         return {"STAGES": self.stages}
 
 
-HALO = HaloTile(5)
+HALO = HaloTile(5, 0.679)
 _HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
 
 

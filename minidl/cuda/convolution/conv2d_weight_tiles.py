@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from math import gcd, inf, prod
+from math import gcd, prod
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_family import Choice
@@ -24,6 +24,7 @@ __all__ = [
     "Division",
     "WeightTile",
     "choose",
+    "microseconds",
     "normalizes",
     "options",
     "rows_first",
@@ -44,6 +45,7 @@ class WeightTile(NamedTuple):
             or half or a quarter as many.
         warpgroups: along rows and columns, the macros WARPGROUPS_M and WARPGROUPS_N.
         stages, resident: the macros STAGES and RESIDENT.
+        step: microseconds that a stage takes of a multiprocessor, as measured on an H200.
     """
 
     rows: int
@@ -51,6 +53,7 @@ class WeightTile(NamedTuple):
     warpgroups: tuple[int, int]
     stages: int
     resident: int
+    step: float
 
     @property
     def name(self) -> str:
@@ -73,26 +76,12 @@ class WeightTile(NamedTuple):
         return max(stages, 4 * self.rows * self.columns) + 1024
 
     @property
-    def traffic(self) -> int:
-        """Bytes of 16-bit values that go through shared memory for a stage: copied once, and read by every product of a
-        warpgroup.
-        """
-        down, across = self.rows // self.warpgroups[0] // SPAN, self.columns // self.warpgroups[1]
-        products = self.warpgroups[0] * self.warpgroups[1] * down
-        return ROW_BYTES * (self.rows + self.columns + products * (SPAN + across))
-
-    @property
     def normalizing(self) -> WeightTile:
         """The same where x is normalised on the way: products are turned over, channels times filters, and warpgroups
         have columns of their own where they can, so that each value is normalised once.
         """
         split = prod(self.warpgroups) == 2 and self.columns % (2 * SPAN) == 0
         return self._replace(warpgroups=(1, 2)) if split else self
-
-    @property
-    def turned(self) -> WeightTile:
-        """Columns x rows."""
-        return self._replace(rows=self.columns, columns=self.rows, warpgroups=self.warpgroups[::-1])
 
     @property
     def defines(self) -> dict[str, int]:
@@ -103,33 +92,33 @@ class WeightTile(NamedTuple):
 
 
 TILES = (
-    WeightTile(128, 128, (2, 1), 3, 2),
-    WeightTile(128, 256, (2, 1), 4, 1),
-    WeightTile(256, 128, (2, 1), 4, 1),
-    WeightTile(128, 192, (2, 1), 5, 1),
-    WeightTile(256, 192, (2, 1), 4, 1),
-    WeightTile(64, 256, (1, 2), 5, 1),
-    WeightTile(256, 64, (2, 1), 5, 1),
-    WeightTile(128, 64, (2, 1), 4, 2),
-    WeightTile(64, 128, (1, 2), 4, 2),
-    WeightTile(64, 64, (1, 1), 6, 2),
+    WeightTile(128, 128, (2, 1), 3, 2, 0.353),
+    WeightTile(128, 256, (2, 1), 4, 1, 0.639),
+    WeightTile(256, 128, (2, 1), 4, 1, 0.634),
+    WeightTile(128, 192, (2, 1), 5, 1, 0.466),
+    WeightTile(256, 192, (2, 1), 4, 1, 0.928),
+    WeightTile(64, 256, (1, 2), 5, 1, 0.329),
+    WeightTile(256, 64, (2, 1), 5, 1, 0.354),
+    WeightTile(128, 64, (2, 1), 4, 2, 0.208),
+    WeightTile(64, 128, (1, 2), 4, 2, 0.183),
+    WeightTile(64, 64, (1, 1), 6, 2, 0.107),
 )
 TF32_TILES = (
-    WeightTile(256, 128, (2, 1), 4, 1),
-    WeightTile(128, 256, (2, 1), 4, 1),
-    WeightTile(128, 128, (2, 1), 6, 1),
-    WeightTile(256, 64, (2, 1), 5, 1),
-    WeightTile(64, 256, (1, 2), 5, 1),
-    WeightTile(128, 64, (1, 1), 4, 2),
-    WeightTile(64, 128, (1, 1), 4, 2),
-    WeightTile(64, 64, (1, 1), 4, 3),
+    WeightTile(256, 128, (2, 1), 4, 1, 1.1),
+    WeightTile(128, 256, (2, 1), 4, 1, 1.1),
+    WeightTile(128, 128, (2, 1), 6, 1, 0.62),
+    WeightTile(256, 64, (2, 1), 5, 1, 0.62),
+    WeightTile(64, 256, (1, 2), 5, 1, 0.62),
+    WeightTile(128, 64, (1, 1), 4, 2, 0.31),
+    WeightTile(64, 128, (1, 1), 4, 2, 0.31),
+    WeightTile(64, 64, (1, 1), 4, 3, 0.18),
 )
 THREE_TILES = (
-    WeightTile(128, 128, (2, 1), 6, 1),
-    WeightTile(256, 64, (2, 1), 5, 1),
-    WeightTile(64, 256, (1, 2), 5, 1),
-    WeightTile(128, 64, (2, 1), 6, 1),
-    WeightTile(64, 64, (1, 1), 6, 2),
+    WeightTile(128, 128, (2, 1), 6, 1, 1.9),
+    WeightTile(256, 64, (2, 1), 5, 1, 1.9),
+    WeightTile(64, 256, (1, 2), 5, 1, 1.9),
+    WeightTile(128, 64, (2, 1), 6, 1, 1),
+    WeightTile(64, 64, (1, 1), 6, 2, 0.5),
 )
 
 
@@ -141,6 +130,9 @@ def span_of(tf32: int) -> int:
 def tiles_of(tf32: int) -> tuple[WeightTile, ...]:
     """The tiles for 16-bit types (0), TF32 (1), or three such products for each of float32 (3)."""
     return {0: TILES, 1: TF32_TILES, 3: THREE_TILES}[tf32]
+
+
+_SQUARE = TILES[-1]  # what the halo kernel fetches a stage of
 
 
 class Division(NamedTuple):
@@ -182,59 +174,55 @@ class _Candidate(NamedTuple):
     Attributes:
         steps: stages that make up the sum.
         tiles: of the gradient.
-        itemsize: bytes of a value of x.
-        copied: bytes of a stage.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
+        held: values of a tile that the gradient has.
     """
 
     tile: WeightTile | HaloTile
     division: Division
     steps: int
     tiles: int
-    itemsize: int
-    copied: int
     step: float
+    held: int
 
 
 class _Rates(NamedTuple):
     """Microseconds, and what goes through in one.
 
     Attributes:
-        copied: bytes that a multiprocessor copies into stages.
-        fetched: bytes that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
-        shared: bytes that a multiprocessor's shared memory takes and gives, with one block on it and with several.
-        memory: bytes of the whole device.
-        missed: of bytes copied, the share that the L2 cache did not keep.
-        exposed: of the shorter of memory traffic and work, what the longer does not hide.
-        alone: a block without another one beside it to hide its latencies, against two.
-        start: until the pipeline of a block is filled.
-        written: values of the gradient that a block writes.
-        merged: adding up the sums of a cluster of the halo kernel.
+        start: of a launch; ``block``: until the pipeline of a block is filled and when it is empty again.
+        latency: of a stage, from the request until it has been multiplied.
+        alone: a block without another one beside it to hide its latencies.
+        memory: bytes of the whole device; ``exposed``: of the shorter of memory traffic and work, what the longer does
+            not hide.
+        written: values that a multiprocessor writes of the gradient, and of partial sums.
+        turned: for each tile more of a block.
+        merged: adding up the sums of a cluster, and of one of the halo kernel.
         second: the kernel that adds partial sums; ``summed``: values of them that it adds.
     """
 
-    copied: float
-    fetched: float
-    shared: tuple[float, float]
-    memory: float
-    missed: float
-    exposed: float
-    alone: float
     start: float
-    written: float
-    merged: float
+    block: float
+    latency: float
+    alone: float
+    memory: float
+    exposed: float
+    written: tuple[float, float]
+    turned: float
+    merged: tuple[float, float]
     second: float
     summed: float
 
 
-# Fitted to times measured on an H200 (ResNet-50, VGG-16, U-Net, and 47 shapes of other widths and sizes).
-_SIXTEEN = _Rates(1.14e5, 1.01e6, (2.7e5, 2.48e5), 3.3e6, 0.0, 0.193, 1.17, 1.7, 4.3e3, 3.6, 1.28, 5.1e5)
-_FLOAT = _Rates(1.15e5, 9.0e5, (inf, inf), 4.26e6, 0.009, 0.12, 1.45, 0.9, 8.0e3, 0.0, 1.6, 4.9e5)
-_PRODUCTS = 3.5e6  # multiply-adds of a multiprocessor in a microsecond, of 16-bit types
-# In TF32, and in three such products for each, by rows x columns of a warp.
-_TF32_PRODUCTS = {64 * 64: 0.98e6, 64 * 32: 0.84e6, 32 * 32: 0.72e6}
-_THREE_PRODUCTS = {64 * 32: 0.28e6, 32 * 32: 0.26e6}
-_CROSSING, _ODD = 3.4, 0.45  # how much slower stages are for each line more of a pixel, for odd pixels (see `reads`)
+# Fitted to times measured on an H200: all candidates at 70 random shapes, and what was chosen for ResNet-50, VGG-16 and
+# U-Net.
+_SIXTEEN = _Rates(1.27, 2.1, 1.07, 1.16, 4.2e6, 0.094, (7.5e3, 1.3e5), 1.0, (1.1, 2.0), 3.9, 1.0e6)
+_FLOAT = _SIXTEEN._replace(alone=1.45)
+# Bytes in a microsecond that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
+_FETCHED = 1.15e6
+# What the whole device copies into stages takes for a row of a block: as such, for each line more that it lies in, for
+# a row that starts within a sector (see `reads`), and more for one that there is not, which is filled with zeros.
+_ROW, _CROSSING, _ODD, _NONE = 7.2e-6, 6.9e-6, 1.26e-5, 9.7e-6
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
@@ -249,8 +237,14 @@ ROUNDS = 8  # partial sums of a division that is fine
 
 def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[WeightTile | HaloTile, Division]:
     """What should finish first. Depends on sizes alone, so that sums are cut alike on every device."""
-    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate))
+    best = min(_candidates(conv, normalized, tf32), key=lambda candidate: _microseconds(conv, candidate, tf32))
     return best.tile, best.division
+
+
+@functools.lru_cache(maxsize=1024)
+def microseconds(conv: Convolution, tf32: int = 0) -> float:
+    """How long what `choose` says should take, on a chip as fast as an H200."""
+    return min(_microseconds(conv, one, tf32) for one in _candidates(conv, tf32=tf32))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -267,7 +261,7 @@ def normalizes(conv: Convolution) -> bool:
 
 def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
-    ranked = sorted((_microseconds(conv, one), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
+    ranked = sorted((_microseconds(conv, one, tf32), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
     return [Choice("hopper", one.tile.name, one.division.split) for one in found[:MOST]]
 
@@ -319,53 +313,48 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     """Every tile that leaves little empty, its sum divided so that the blocks fill all multiprocessors once or twice,
     or not at all.
     """
-    span, rates = span_of(tf32), _FLOAT if tf32 else _SIXTEEN
-    itemsize = ROW_BYTES // span
+    span, taps = span_of(tf32), prod(conv.kernel)
     rows, channels, steps = conv.out_channels // conv.groups, conv.channels // conv.groups, ceil_div(conv.pixels, span)
-    blocks = conv.kernel[0] * conv.kernel[1] * ceil_div(channels, span)
+    spans, filters = ceil_div(channels, span), ceil_div(rows, span)
+    blocks = taps * spans
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
-    lines, odd = reads(conv.channels, itemsize)
-    slower = 1 + _CROSSING * lines + _ODD * odd
+    wide = _block(conv.channels, span), _block(conv.out_channels, span)
     for tile in filter(None, (_normalizing(tile) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
         if tiles[0] * tiles[1] * area > 1.3 * least:
             continue
-        traffic = (tile.turned if normalized else tile).traffic
-        product = max(span * area / _rate(tile, tf32), traffic / rates.shared[tile.resident > 1])
-        product *= _NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1
-        shared = _shared(count, steps, tile.resident) if shares(tile, tf32) else []
+        down, across = tile.rows // span, tile.columns // span
+        none = down + across - filters / tiles[0] - blocks / tiles[1]  # blocks beyond the last
+        copied = WORKERS * (across * wide[0] + down * wide[1] + none * span * _NONE)
+        own = tile.step * (_NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1)
+        held = min(tile.rows, rows) * tile.columns // span * min(span, channels)
+        shared = _shared(count, steps, tile.resident) if conv.groups == 1 and shares(tile, tf32) else []
         for division in (*_divisions(count, steps, tile.resident, tf32 > 0), *shared):
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
-                down = rows_first(conv, division)
-                copied, copy = _copy(tiles, conv.groups, division, tile, span, rates, down)
-                step = max(product, copy * slower)
-                yield _Candidate(tile, division, steps, count, itemsize, copied, step)
+                fetched = _fetch(tiles, conv.groups, division, tile, span, rows_first(conv, division))
+                step = max(own, copied, fetched)
+                yield _Candidate(tile, division, steps, count, step, held)
     grid = None if tf32 else halo(conv)
     if grid is not None:
-        steps, area = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN), 9 * SPAN * SPAN
-        tiles = ceil_div(rows, SPAN), ceil_div(channels, SPAN)
-        count = conv.groups * tiles[0] * tiles[1]
-        product = max(SPAN * area / _PRODUCTS, HALO.traffic / rates.shared[0])
+        steps = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN)
+        count = conv.groups * filters * spans
+        held = taps * min(SPAN, rows) * min(SPAN, channels)
         for division in _divisions(count, steps, 1, False):
-            copied, copy = _copy(tiles, conv.groups, division, WeightTile(SPAN, SPAN, (1, 1), 1, 1), SPAN, rates)
-            step = max(product, copy, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, count, itemsize, copied, step)
+            fetched = _fetch((filters, spans), conv.groups, division, _SQUARE, SPAN)
+            step = max(HALO.step, WORKERS * sum(wide), fetched, normalized * _HALO_NORMALIZED)
+            yield _Candidate(HALO, division, steps, count, step, held)
 
 
-def _rate(tile: WeightTile, tf32: int) -> float:
-    """Multiply-adds of a multiprocessor in a microsecond."""
-    if not tf32:
-        return _PRODUCTS
-    rates = _TF32_PRODUCTS if tf32 == 1 else _THREE_PRODUCTS
-    return rates[tile.rows * tile.columns // prod(tile.warpgroups) // 4]
+def _block(channels: int, span: int) -> float:
+    """Microseconds that copying a block of a stage takes of the device, of arrays of so many channels."""
+    lines, odd = reads(channels, ROW_BYTES // span)
+    return span * (_ROW + _CROSSING * lines + _ODD * odd)
 
 
-def _copy(
-    tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, rates: _Rates, down: bool = False
-) -> tuple[int, float]:
-    """Bytes that a block copies for a stage, and microseconds per block that copying them occupies a multiprocessor.
+def _fetch(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, down: bool = False) -> float:
+    """Microseconds that fetching its stages occupies a multiprocessor, per block.
 
     ``tiles``: of a group of channels, along rows and columns; ``down``: as of `rows_first`.
     """
@@ -381,9 +370,7 @@ def _copy(
         fetched |= {(part, "dy", group, block) for block in range(m * height, (m + 1) * height)}
         # Another tap of the same channels is another fetch, though of pixels nearby.
         fetched |= {(part, "x", group, block) for block in range(n * width, (n + 1) * width)}
-    copied = ROW_BYTES * (tile.rows + tile.columns)
-    fetches = ROW_BYTES * span * len(fetched) * division.cluster / tile.resident
-    return copied, max(copied / rates.copied, fetches / rates.fetched)
+    return ROW_BYTES * span * len(fetched) * division.cluster / tile.resident / _FETCHED
 
 
 def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Division]:
@@ -412,23 +399,28 @@ def _shared(tiles: int, steps: int, resident: int) -> list[Division]:
     return list(dict.fromkeys(found))
 
 
-def _microseconds(conv: Convolution, candidate: _Candidate) -> float:
+def _microseconds(conv: Convolution, candidate: _Candidate, tf32: int = 0) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, itemsize, copied, step = candidate
-    rates = _SIXTEEN if itemsize == ITEMSIZE else _FLOAT
-    share = ceil_div(tiles // division.tiles * division.chunks, WORKERS)
-    rounds = share + (rates.alone - 1 if share % tile.resident else 0)
-    gradient = conv.out_channels * conv.kernel[0] * conv.kernel[1] * conv.channels // conv.groups
-    merged = rates.merged if division.cluster > 1 and isinstance(tile, HaloTile) else 0
-    written = gradient / tiles * division.left * division.tiles / division.parts
-    around = rates.start + written / rates.written + merged
-    busy = rounds * ceil_div(steps * division.tiles, division.chunks) * step + ceil_div(share, tile.resident) * around
+    tile, division, steps, tiles, step, held = candidate
+    rates, several = _FLOAT if tf32 else _SIXTEEN, division.parts > 1
+    own, more = ceil_div(steps * division.tiles, division.chunks), ceil_div(division.tiles - 1, division.parts)
+
+    def wave(beside: int) -> float:
+        """Of so many blocks on a multiprocessor."""
+        together = max(beside, rates.alone if tile.resident > 1 else 1.0) * step
+        each = max(together, rates.latency / tile.stages)
+        written = beside * (1 + more) * held / rates.written[several]
+        return own * each + rates.block + more * rates.turned + written
+
+    waves, left = divmod(tiles // division.tiles * division.chunks, tile.resident * WORKERS)
+    busy = waves * wave(tile.resident) + (wave(ceil_div(left, WORKERS)) if left else 0)
+    if division.cluster > 1:
+        busy += rates.merged[isinstance(tile, HaloTile)]
     read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = itemsize * (read * conv.channels + conv.pixels * conv.out_channels)
-    if memory > _KEPT:
-        memory *= division.tiles
-    waited = (memory + rates.missed * tiles * steps * copied) / rates.memory + rates.start
-    time = max(busy, waited) + rates.exposed * min(busy, waited)
-    if division.parts > 1:
+    memory = ROW_BYTES // span_of(tf32) * (read * conv.channels + conv.pixels * conv.out_channels)
+    memory *= (division.tiles if memory > _KEPT else 1) / rates.memory
+    time = rates.start + max(busy, memory) + rates.exposed * min(busy, memory)
+    if several:
+        gradient = conv.out_channels * prod(conv.kernel) * conv.channels // conv.groups
         time += rates.second + division.left * gradient / rates.summed
     return time

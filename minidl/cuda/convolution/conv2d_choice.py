@@ -1,0 +1,108 @@
+"""Which kernel does a pass of a convolution: the families that can, those that should, and what a tuner may try."""
+
+from __future__ import annotations
+
+import functools
+from math import inf
+
+from minidl.cuda.convolution import (
+    conv2d_divided,
+    conv2d_generic,
+    conv2d_grouped,
+    conv2d_hopper,
+    conv2d_hopper_tiles,
+    conv2d_small,
+    conv2d_stem,
+    conv2d_thin,
+    conv2d_turned,
+    conv2d_weight_hopper,
+    conv2d_weight_tiles,
+    depthwise,
+)
+from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_family
+from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.convolution.widen import wide_channels
+from minidl.cuda.device import DeviceRecord
+
+__all__ = ["choice", "options", "widened"]
+
+
+def widened(conv: Convolution, code: int) -> Convolution:
+    """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
+    wide = wide_channels(conv.channels, 2 if code else 4)
+    return conv if conv.groups > 1 or wide == conv.channels else conv._replace(channels=wide)
+
+
+@functools.lru_cache(maxsize=4096)
+def choice(who: str, question: Question, device: DeviceRecord, wanted: Choice | None, forced: str | None) -> Choice:
+    """The kernel that is wanted, where it can do this; else the first family that should."""
+    fits, unwanted = _families(question, device)
+    name = choose_family(who, fits, unwanted, wanted.family if wanted is not None else None, forced)
+    return wanted if wanted is not None and wanted.family == name else Choice(name)
+
+
+@functools.lru_cache(maxsize=4096)
+def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool], tuple[str, ...]]:
+    """Whether each family can do it, the fastest first; and those that can, but would be slower."""
+    which, conv, code, tf32 = question
+    backward, weight = which == "backward_data", which == "backward_weight"
+    units = tf32 == 1 or code > 0  # matrix units would round float32
+    wide = conv if backward else widened(conv, code)
+    if weight:
+        grouped = conv2d_grouped.applies_to_weight(conv, code)
+        hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
+        pays = conv2d_weight_hopper.pays(wide, tf32)
+    else:
+        grouped = conv2d_grouped.applies(conv, code, backward)
+        hopper = units and conv2d_hopper.applies(wide, code, backward, device)
+        pays = conv2d_hopper.pays(wide, code, backward)
+    stem = conv2d_stem.applies(conv, which, code, tf32)
+    thin = conv2d_thin.applies(conv, code)
+    small = conv2d_small.applies(conv, tf32)
+    fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
+    rivals = thin or grouped
+    time = _on_hopper(question._replace(conv=wide), device) if hopper and pays and rivals else inf
+    rather = conv2d_thin.pays(conv, code, tf32, which, time)
+    tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
+    slower = {
+        "thin": not rather,
+        "grouped": not conv2d_grouped.pays(conv, weight, time),
+        "small": tiled,
+        "hopper": not pays,
+    }
+    return fits, tuple(name for name, slow in slower.items() if slow)
+
+
+def _on_hopper(question: Question, device: DeviceRecord) -> float:
+    """How long Hopper's kernels should take."""
+    which, conv, code, tf32 = question
+    if which == "backward_weight":
+        return conv2d_weight_tiles.microseconds(conv, tf32)
+    backward = which == "backward_data"
+    tile = conv2d_hopper_tiles.choose(conv, backward, device, code)[0]
+    return conv2d_hopper_tiles.microseconds(conv, backward, tile, device, code)[1]
+
+
+def options(question: Question, device: DeviceRecord) -> list[Choice]:
+    """Every kernel that a tuner may try, the one that is chosen without tuning first; one alone leaves no choice."""
+    which, conv, code, tf32 = question
+    backward = which == "backward_data"
+    if conv.depthwise and (which == "backward_weight" or depthwise.fits(conv, backward)):
+        return [Choice("generic")]
+    fits, unwanted = _families(question, device)
+    names = sorted((name for name, fit in fits.items() if fit), key=lambda name: name in unwanted)
+    wide = conv if backward else widened(conv, code)
+    found: list[Choice] = []
+    for name in names:
+        if name in ("thin", "stem", "grouped", "small"):
+            found.append(Choice(name))
+        elif name == "generic":
+            found += conv2d_generic.options(question._replace(conv=wide), device)
+        elif which == "backward_weight":
+            found += conv2d_weight_hopper.options(wide, tf32)
+        else:
+            parts = conv2d_divided.options(wide, backward, code)
+            whole = conv2d_hopper_tiles.options(wide, backward, device, code)
+            found += [Choice(name)] if backward and conv2d_turned.fits(wide, code, Choice(name), device) else []
+            found += parts + whole if conv2d_divided.divided(None, wide, backward, code) else whole + parts
+    return found

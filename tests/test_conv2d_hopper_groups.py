@@ -1,0 +1,141 @@
+"""Convolutions in groups on Hopper's tiles, forced: of whole tiles, and of pairs that share one.
+
+On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import Choice, family, kernel
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.precision import bfloat16, float32
+from tests.convolutions import (
+    SIXTEEN,
+    bits_of_dense_arrays,
+    both,
+    exact_on_whole_numbers,
+    keeps_nonfinite_apart,
+    plan_of,
+    same,
+    writes_its_output_alone,
+)
+from tests.reference import conv2d as reference
+from tests.test_conv2d_ops import Case, cases, put
+from tests.tolerance import assert_close, draw, draw_integers
+
+CASES = [
+    Case("64", (2, 9, 10, 128), (128, 3, 3), padding=(1, 1), groups=2),
+    Case("64-stride-2", (3, 9, 10, 192), (192, 3, 3), stride=(2, 2), padding=(1, 1), groups=3),
+    Case("64-1x1", (3, 9, 10, 192), (192, 1, 1), groups=3),
+    Case("64-to-128", (2, 5, 7, 128), (256, 3, 3), padding=(1, 1), groups=2),
+    Case("192", (1, 9, 8, 384), (384, 3, 3), padding=(1, 1), groups=2),
+    Case("32", (2, 9, 10, 128), (128, 3, 3), padding=(1, 1), groups=4),
+    Case("32-stride-2", (3, 9, 10, 64), (64, 3, 3), stride=(2, 2), padding=(1, 1), groups=2),
+    Case("32-1x1", (3, 9, 10, 128), (128, 1, 1), groups=4),
+    Case("32-5x3", (2, 19, 20, 128), (128, 5, 3), stride=(1, 2), padding=(3, 1), dilation=(2, 1), groups=4),
+    Case("32-many", (40, 7, 7, 256), (256, 3, 3), padding=(1, 1), groups=8),
+]
+FORWARD = [
+    Case("48-to-128", (2, 9, 10, 96), (256, 5, 5), padding=(2, 2), groups=2),
+    Case("16-to-64", (2, 9, 10, 48), (192, 3, 3), padding=(1, 1), groups=3),
+    Case("32-to-64", (2, 9, 10, 96), (192, 3, 3), padding=(1, 1), groups=3),
+]
+
+
+@pytest.fixture
+def hopper(cuda_ops):
+    if current_device().arch != (9, 0):
+        pytest.skip("needs compute capability 9.0")
+    with family("hopper"):
+        yield cuda_ops
+
+
+def test_groups_that_fill_stages_and_tiles_are_taken():
+    device = BUILT_IN["H200"]
+    for case in CASES:
+        assert all(conv2d_hopper.applies(plan_of(case), 1, back, device) for back in (False, True)), case.name
+        assert not conv2d_hopper.applies(plan_of(case), 0, False, device), "products of 16-bit types alone"
+        assert not conv2d_hopper.applies(plan_of(case), 1, False, BUILT_IN["A100"])
+    for case in FORWARD:
+        assert [conv2d_hopper.applies(plan_of(case), 1, back, device) for back in (False, True)] == [True, False]
+    for channels, filters, groups in ((80, 80, 1), (96, 96, 1), (72, 64, 1), (64, 32, 1), (32, 32, 3), (8, 64, 2)):
+        case = Case("other", (2, 9, 10, channels * groups * 2), (filters * groups * 2, 3, 3), groups=groups * 2)
+        fits = conv2d_hopper.applies(plan_of(case), 1, False, device)
+        assert fits == (channels == filters == 32), (channels, filters, groups)
+    odd = Case("odd", (2, 9, 10, 96), (96, 3, 3), groups=3)
+    assert not conv2d_hopper.applies(plan_of(odd), 1, False, device), "32 channels without another 32"
+
+
+@cases(CASES)
+@SIXTEEN
+def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, rng):
+    exact_on_whole_numbers(hopper, case, storage, rng, both)
+
+
+@cases(FORWARD)
+@SIXTEEN
+def test_output_of_groups_of_half_a_stage(hopper, case, storage, rng):
+    x, w = draw_integers(rng, case.x, storage), draw_integers(rng, case.w, storage)
+    expected = reference.conv2d(x, w, **case.options)
+    for tile in conv2d_hopper_tiles.candidates(plan_of(case), False, current_device()):
+        with kernel(Choice("hopper", tile.name, (1,))):
+            found = hopper.to_host(hopper.conv2d(*put(hopper, x, w), **case.options))
+        same([found], [expected.astype(storage)])
+
+
+@cases(CASES)
+def test_every_tile_gives_the_same_bits_and_they_are_near_the_definition(hopper, case, rng):
+    x, w, dy = (draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y))
+    placed, conv = put(hopper, x, w, dy), plan_of(case)
+    tiles = [conv2d_hopper_tiles.candidates(conv, back, current_device()) for back in (False, True)]
+    found = []
+    for tile in {*tiles[0], *tiles[1]}:
+        with kernel(Choice("hopper", tile.name, (1,))):
+            found.append(both(hopper, case, *placed))
+    for other in found[1:]:
+        same(other, found[0])
+    assert_close(found[0][0], reference.conv2d(x, w, **case.options), bfloat16, terms=case.terms[0], scale=4)
+    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
+    assert_close(found[0][1], expected, bfloat16, terms=case.terms[1], scale=4)
+
+
+@cases(CASES)
+def test_statistics_and_masks_are_those_of_passes_of_their_own(hopper, case, rng):
+    x, w, dy = put(hopper, *(draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)))
+    y, stats = hopper.conv2d_stats(x, w, **case.options)
+    same([hopper.to_host(y)], [hopper.to_host(hopper.conv2d(x, w, **case.options))])
+    stats, apart = (hopper.to_host(one).astype(np.float64) for one in (stats, hopper.batch_norm_stats(y)))
+    count, filters = apart[0], case.w[0]
+    assert stats[0] == count
+    deviation = np.sqrt(apart[1 + filters :] / count)
+    assert (abs(stats - apart)[1 : 1 + filters] <= 1e-5 * deviation).all()
+    np.testing.assert_allclose(stats[1 + filters :], apart[1 + filters :], rtol=1e-5)
+    mask = put(hopper, draw(rng, case.x, bfloat16))[0]
+    masked = hopper.conv2d_backward_data(dy, w, case.x, **case.options, mask=mask)
+    whole = hopper.to_host(hopper.conv2d_backward_data(dy, w, case.x, **case.options))
+    same([hopper.to_host(masked)], [np.where(hopper.to_host(mask) > 0, whole, np.zeros_like(whole))])
+
+
+@cases(CASES)
+def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
+    bits_of_dense_arrays(hopper, case, bfloat16, rng, both)
+
+
+@cases(CASES)
+def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
+    writes_its_output_alone(hopper, case, bfloat16, rng, both, monkeypatch)
+
+
+@cases(CASES)
+def test_not_a_number_reaches_its_group_and_nothing_else(hopper, case, rng):
+    keeps_nonfinite_apart(hopper, case, bfloat16, rng, both)
+
+
+@cases(CASES)
+def test_float32_is_left_to_others(cuda_ops, case, rng):
+    x, w = put(cuda_ops, draw(rng, case.x, float32), draw(rng, case.w, float32))
+    with family("hopper"), pytest.raises(ValueError, match="family"):
+        cuda_ops.conv2d(x, w, **case.options)
