@@ -1,5 +1,4 @@
 // How stages of conv2d_hopper.cu are filled: a part of that file, included where its names are known.
-
 #pragma once
 
 // One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
