@@ -172,7 +172,7 @@ def test_streams_and_graphs_beside_each_other_have_counters_of_their_own(passes)
             before = sum(tickets._taken.values())
             graphs.append(capture(passes.run, room.stream))
             given.append(sum(tickets._taken.values()) - before)
-    assert given[0] == given[1] >= 4, "one for each launch"
+    assert given[0] == given[1] > 0, "they share none"
     for _ in range(10):
         for room, other, (graph, arrays) in zip(rooms, others, graphs, strict=True):
             graph.launch(other)

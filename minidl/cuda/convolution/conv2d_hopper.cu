@@ -73,6 +73,7 @@ constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
+constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 registers are enough for
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 static_assert(!GROUPED || (DTYPE && !NORMALIZED && !DIVIDED && (GROUPED == 1 || TILE_N == 64)), "whole groups of 16 bits");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
@@ -430,7 +431,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<NORMALIZED ? 56 : 40>();
+        if constexpr (SHIFT) give_registers<FILLS_MORE ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
             deal(counter, p.tiles, p.share, p.group, [&](int number) { fill(at, maps, p, ring, number); });
@@ -439,7 +440,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : NORMALIZED ? 224 : 232>();
+        if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : FILLS_MORE ? 224 : 232>();
         Ring<STAGES> ring;
         Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (;;) {
