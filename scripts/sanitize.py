@@ -44,6 +44,8 @@ KNOWN = {
     r" in hopper\.cuh:": "the loads and stores of those stages, and none of another kernel, are functions of this file",
     r" in csb_tensor\.cuh:": "copies that cp.async.mbarrier.arrive completes, which it does not see either",
     r" in csb_rows\.cu:": "reads of what those copies brought",
+    r" at (at|fragments)\(.* in csb_(dots|tensor)\.cu:": "likewise",
+    r" in tickets\.cuh:": "the thread that fills a stage tells whose it is before it arrives at the stage's barrier",
     r" at list\(.* in csb_dots\.cu:": "lists compare the upper halves of words whose lowest bit is being set",
 }
 MARK = "========= "  # how the tool begins its lines
@@ -89,12 +91,21 @@ class Few:
         return [cases[place] for place in sorted(places)]
 
     @pytest.hookimpl(tryfirst=True)
-    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        mine = filter(self._claimed, session.items)
+        item = next(mine, None)
+        while item is not None:  # what fixtures stay set up depends on which case is next in this process
+            following = next(mine, None)
+            item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            item = following
+        return True
+
+    def _claimed(self, item: pytest.Item) -> bool:
         try:
             (self.claims / f"{zlib.crc32(item.nodeid.encode()):08x}").touch(exist_ok=False)
         except FileExistsError:
-            return True  # nothing more is to be done for it
-        return None
+            return False
+        return True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
@@ -165,7 +176,7 @@ def run(tool: str, a: argparse.Namespace) -> bool:
     clean = passed > 0 and not missed
     for log, text in texts.items():
         told = races(text) if tool == "racecheck" else [line for line in text.splitlines() if line.startswith(MARK)]
-        told += [line for line in text.splitlines() if "FAILED" in line]
+        told += [line for line in text.splitlines() if "FAILED" in line or line.startswith("ERROR tests")]
         if codes[log] in (0, pytest.ExitCode.NO_TESTS_COLLECTED) and (tool == "memcheck" or not told):
             continue
         ended = f"exit status {codes[log]}"

@@ -26,15 +26,21 @@ def few(monkeypatch):
 @pytest.mark.parametrize(("cases", "jobs"), [(1, 1), (2, 3), (5, 4)])
 def test_every_law_has_its_cases_and_each_is_of_one_process(few, cases, jobs, tmp_path):
     counts = {f"tests/a.py::test_{i}": count for i, count in enumerate((1, 2, 3, 7, 40, 5, 11))}
-    dealt = []
+    ran = []
+    hook = SimpleNamespace(pytest_runtest_protocol=lambda item, nextitem: ran.append((item, nextitem)))
+    config, dealt = SimpleNamespace(hook=hook), []
     for index in range(jobs):
-        items = [SimpleNamespace(nodeid=f"{law}[{i}]") for law, count in counts.items() for i in range(count)]
+        names = [f"{law}[{i}]" for law, count in counts.items() for i in range(count)]
+        items = [SimpleNamespace(nodeid=name, config=config) for name in names]
         plugin = few(cases, tmp_path, index / jobs)
         plugin.pytest_collection_modifyitems(items)
         # Each comes to a share of its own first: only the last finds all taken.
-        for item in items[: len(items) // jobs] if index < jobs - 1 else items:
-            if plugin.pytest_runtest_protocol(item) is None:
-                dealt.append(item.nodeid)
+        share = items[: len(items) // jobs] if index < jobs - 1 else items
+        ran.clear()
+        assert plugin.pytest_runtestloop(SimpleNamespace(items=share))
+        mine, following = [item for item, _ in ran], [item for _, item in ran]
+        assert following == [*mine[1:], None][: len(mine)], "fixtures stay for a case of another process"
+        dealt += [item.nodeid for item in mine]
     assert len(set(dealt)) == len(dealt)
     for law, count in counts.items():
         taken = sorted(int(name.partition("[")[2][:-1]) for name in dealt if name.startswith(law + "["))
@@ -82,6 +88,7 @@ def test_kernels_that_no_case_starts_are_told(few):
         ("echo 'a PASSED '", False, "memcheck: 2 cases of laws passed"),
         ("echo 'a PASSED '; echo 'started: sgd_update'", False, "sgd_begin soft_cross"),
         ("exit 0", True, "is there a GPU?"),
+        ("echo 'a PASSED '; echo 'ERROR tests/b.py::c'; exit 1", True, "ERROR tests/b.py::c"),
         ("echo 'a PASSED '; echo '========= Invalid read'; exit 9", True, "Invalid read"),
         ("echo 'a PASSED '; echo 'tests/b.py::c '; sleep 60", True, "not done after 1 s, in tests/b.py::c"),
         ("echo 'cases: 3'; echo 'a PASSED '", True, "3 of 3 cases were not reached"),
