@@ -211,16 +211,19 @@ def test_long_sums_in_whole_numbers(cuda_ops, case, on_the_way, rng, monkeypatch
         assert cuda_ops.to_host(cuda_ops.conv2d(x, w, norm=norm, **case.options)).tobytes() == y.tobytes()
 
 
-@pytest.mark.parametrize(("side", "pays"), [(56, True), (7, False)])
-def test_the_weight_gradient_of_a_small_image_is_preceded_by_a_pass(side, pays):
+@pytest.mark.parametrize(
+    ("shape", "filters", "kernel", "pays"), [((256, 56, 56, 64), 256, 1, True), ((4, 14, 14, 1024), 4096, 3, False)]
+)
+def test_the_weight_gradient_of_few_pixels_that_many_filters_read_is_preceded_by_a_pass(shape, filters, kernel, pays):
     from minidl import cuda as ops
 
-    options = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
-    channels = 64 * 56 // side
+    options = {"stride": (1, 1), "padding": (kernel // 2,) * 2, "dilation": (1, 1), "groups": 1}
+    channels = shape[-1]
     with dry_run(BUILT_IN["H200"]) as log:
-        x, dy = (ops.empty((256, side, side, c), bfloat16) for c in (channels, 4 * channels))
+        x, dy = ops.empty(shape, bfloat16), ops.empty((*shape[:3], filters), bfloat16)
         norm = ops.empty((2, channels), float32), ops.empty(channels, float32), ops.empty(channels, float32)
-        ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty((4 * channels, 1, 1, channels), float32), **options)
+        dw = ops.empty((filters, kernel, kernel, channels), float32)
+        ops.conv2d_backward_weight(dy, x, norm=norm, out=dw, **options)
     names = [launch.name for launch in log.launches]
     assert ("batch_norm_apply_kernel" in names) != pays
 
