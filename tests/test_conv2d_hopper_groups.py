@@ -45,14 +45,6 @@ FORWARD = [
 ]
 
 
-@pytest.fixture
-def hopper(cuda_ops):
-    if current_device().arch != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    with family("hopper"):
-        yield cuda_ops
-
-
 def test_groups_that_fill_stages_and_tiles_are_taken():
     device = BUILT_IN["H200"]
     for case in CASES:

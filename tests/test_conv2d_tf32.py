@@ -107,7 +107,7 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     few = dataclasses.replace(current_device(), multiprocessors=2)
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
-        for tile in conv2d_hopper_tiles.candidates(conv, False, few, 0):
+        for tile in conv2d_hopper_tiles.candidates(conv, False, few):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
             conv2d_hopper.plan.cache_clear()
             placed = put(hopper, *hosts)

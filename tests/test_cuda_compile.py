@@ -410,7 +410,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, code):
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
             launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
             if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
                 for parts in (1, 2, 4, 8):

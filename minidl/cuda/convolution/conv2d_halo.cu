@@ -19,8 +19,8 @@
 //                conv2d_turn.cu has turned to (K, taps, C)
 //   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window; of signs (S, W, H, N) bytes: 16 x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
-// from which batch_norm_merge.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a forward
-// pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
+// from which batch_norm_merge.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a
+// forward pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
 // What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
@@ -28,7 +28,8 @@
 // (conv2d_halo_float.cuh).
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU;
-// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less.
+// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where the
+// depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.

@@ -22,12 +22,12 @@
 // With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
 // (patches, 2, columns), from which batch_norm_merge.cu goes on.
 //
-// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the ReLU below was positive; 1: of a ReLU over a batch norm
-// whose input x is read, 2: of any other, whose output y is read beside x. Both are of the output's shape and seen as
-// `add` is. For the batch norm's backward pass sums of g and of g*(x - mean) over TILE_M / 2 rows go to partial
-// (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone is read; no sums. 4: as 2, but of y its signs
-// are read (signs.cuh), once for a tile, bytes that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the
-// engine wants it.
+// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the
+// ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is read
+// beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and of
+// g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone
+// is read; no sums. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes that are seen as `add` is;
+// boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
@@ -142,7 +142,8 @@ struct Tile {
 
     // As the thread that fills tells of it.
     __device__ __forceinline__ Tile(const Problem& p, const Ticket& ticket)
-        : index(SPREAD ? ticket.second >> 28 : 0), row(ticket.first), column(ticket.second & 0xfffffff), begin(0), end(p.depth) {}
+        : index(SPREAD ? ticket.second >> 28 : 0), row(ticket.first), column(ticket.second & 0xfffffff), begin(0),
+          end(p.depth) {}
     __device__ __forceinline__ Ticket ticket() const { return {row, SPREAD ? column | index << 28 : column}; }
 
     // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of

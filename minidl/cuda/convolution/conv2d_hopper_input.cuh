@@ -2,8 +2,8 @@
 //
 // What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB each:
 // of 1x1 filters with every stage, 0.16 us beside the 0.64 of its products in a tile of 128x256, whose operands alone keep
-// shared memory busy for 84 % of the time (half of both in packed arithmetic; all measured on an H200). Tried before: warps that
-// normalise stages where they lie, which read and write as much shared memory; 1024-256 channels at 14x14 pixels took 57.7
+// shared memory busy for 84 % of the time (half of both in packed arithmetic; all measured on an H200). Tried before:
+// warps that normalise stages where they lie, which read and write as much shared memory; 1024-256 channels at 14x14 pixels took 57.7
 // us so, in registers 53.2, without 43.0.
 #pragma once
 #include "conv2d_input.cuh"

@@ -132,7 +132,7 @@ LONGEST = 150.0  # microseconds that a block should last: what comes beside it w
 
 
 def candidates(
-    conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1, normalized: bool = False
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
 ) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes.
 
@@ -240,7 +240,7 @@ def choose(
     sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`."""
-    among = candidates(conv, backward, device, code, normalized > 0)
+    among = candidates(conv, backward, device, normalized > 0)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _share(conv, backward, tile, device, code)
 
@@ -265,7 +265,7 @@ def _share(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, devic
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
     """What a tuner may try: each tile, first what `choose` says."""
-    tiles = choose(conv, backward, device, code)[0], *candidates(conv, backward, device, code)
+    tiles = choose(conv, backward, device, code)[0], *candidates(conv, backward, device)
     return [Choice("hopper", tile.name, (_share(conv, backward, tile, device, code),)) for tile in dict.fromkeys(tiles)]
 
 
@@ -281,5 +281,5 @@ def taken(
     """Tile and share of a choice; None where it names none that can do this."""
     if choice is None or len(choice.split) != 1:
         return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, code, normalized)}
+    tiles = {tile.name: tile for tile in candidates(conv, backward, device, normalized)}
     return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None

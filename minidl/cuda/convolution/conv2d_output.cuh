@@ -67,7 +67,7 @@ struct Output {
     u32 cleared = 0;            // whether the first holds zeros; ptxas spills a bool, in some variants
 
     __device__ __forceinline__ bool speaks() const { return threadIdx.x % 128 == 0; }
-    __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // whether there is an array to be added
+    __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // an array is
     __device__ __forceinline__ u32 buffer(int i) const { return place.buffer(next.index + i); }
 
     // Whether this thread fetches addends.
