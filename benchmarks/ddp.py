@@ -62,7 +62,7 @@ def _synchronised(network: torch.nn.Module) -> torch.nn.Module:
 
 
 class Peer:
-    """A training step of the same network: SGD with momentum, autocast in 16-bit types, channels last.
+    """A training step of the same network: SGD with momentum in one kernel, autocast in 16-bit types, channels last.
 
     Args:
         graph: made for this.
@@ -84,7 +84,7 @@ class Peer:
                 network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
             )
         self._run = torch.compile(self._parallel, dynamic=False) if compiled else self._parallel
-        self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY)
+        self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY, fused=True)
         self._device, self._half = device, _HALF.get(ours.model.precision.name)
         images, labels = (ours.ops.to_host(array) for array in (ours.x, ours.labels))
         self._x = from_nhwc(images.astype(np.float32), device)

@@ -60,10 +60,10 @@ def _deal(tiles, share, group, at_once, rng):
         tile = take() if grid < tiles else number
         yield
         while tile < tiles:
-            now, rest = tile, rest - 1
-            tile = take() if rest > 0 else tiles
-            done.setdefault(number, []).append(now)
+            done.setdefault(number, []).append(tile)
+            rest -= 1
             yield
+            tile = take() if rest > 0 else tiles
         if grid < tiles:
             counter[1] = (counter[1] + 1) % grid
             if counter[1] == 0:

@@ -6,9 +6,9 @@
 //
 // counter  {taken, left}, zero before and after each launch, and of this launch alone while it runs (tickets.py); null
 //          where blocks have one tile, that of their number.
-// One thread of a block takes numbers, each as it begins to fill the pipeline for the one before, and tells in shared
-// memory where the tile lies, beside the first buffer of it, whose barrier makes that known; a buffer without a tile ends
-// the row.
+// One thread of a block takes numbers, each when the pipeline is filled for the tile before: what is filled by then hides
+// the wait, and no block holds a second tile while another has none. It tells in shared memory where the tile lies, beside
+// the first buffer of it, whose barrier makes that known; a buffer without a tile ends the row.
 // A block leaves its multiprocessor to others after `share` tiles; but each of the last `group` blocks, as many as run
 // at a time, goes on as long as there are tiles.
 #pragma once
@@ -58,8 +58,8 @@ DEVICE void deal(u32* counter, int tiles, int share, int group, F fill) {
     int next = counter ? take_number(counter) : blockIdx.x;
     for (int tile = 0; tile >= 0;) {
         tile = next < tiles ? next : -1;
-        if (tile >= 0) next = --rest > 0 ? take_number(counter) : tiles;
         fill(tile);
+        next = tile >= 0 && --rest > 0 ? take_number(counter) : tiles;
     }
     if (counter) leave(counter);
 }
