@@ -1,5 +1,5 @@
 // Channels padded with zeros to whole vectors, and the way back; for convolutions of images with one to three channels.
-// The way back also picks out of gradients of groups that were taken together, `stretch` rows each, what is each one's own.
+// The way back also picks each group's own out of gradients of groups that were taken together, `stretch` rows each.
 //
 // widen_kernel     output[row, c] = input[row, c], or 0 for c >= channels
 //   input    row * pitch + c                                   T
@@ -27,8 +27,8 @@ widen_kernel(const T* __restrict__ input, T* __restrict__ output, i64 rows, int 
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-narrow_kernel(const float* __restrict__ input, float* __restrict__ output, i64 rows, int channels, int wide, i64 stretch,
-              int bundle, int accumulate) {
+narrow_kernel(const float* __restrict__ input, float* __restrict__ output, i64 rows, int channels, int wide,
+              i64 stretch, int bundle, int accumulate) {
     await_predecessor();
     const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
     const i64 row = index / channels;
