@@ -22,6 +22,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     WORKERS,
     Division,
     WeightTile,
+    bundled,
     choose,
     normalizes,
     options,
@@ -31,6 +32,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     taken,
     tiles_of,
 )
+from minidl.cuda.convolution.widen import narrow
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
@@ -130,6 +132,12 @@ def backward_weight(
 
     ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
     """
+    whole = bundled(conv, tf32)
+    if whole.groups < conv.groups:
+        gradient = empty((*out.shape[:-1], conv.channels // whole.groups), float32)
+        backward_weight(whole, code, dy, x, gradient, False, choice, norm, tf32)
+        narrow(gradient, out, accumulate, conv.groups)
+        return
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
     vec_y = 4 if address(out) % 16 == 0 else 1
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None

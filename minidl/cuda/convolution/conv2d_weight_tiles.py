@@ -23,6 +23,7 @@ __all__ = [
     "WORKERS",
     "Division",
     "WeightTile",
+    "bundled",
     "choose",
     "microseconds",
     "normalizes",
@@ -228,6 +229,8 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
 # microseconds to normalise a stage of the halo kernel; bytes of a pass of its own.
 _NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.35, 64: 1.6}, 0.61, 4.0e6
+# Microseconds, but for memory, of picking each group's own out of what was summed up for several together.
+_PICKED = 1.3
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
@@ -243,8 +246,33 @@ def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[
 
 @functools.lru_cache(maxsize=1024)
 def microseconds(conv: Convolution, tf32: int = 0) -> float:
-    """How long what `choose` says should take, on a chip as fast as an H200."""
-    return min(_microseconds(conv, one, tf32) for one in _candidates(conv, tf32=tf32))
+    """How long what `choose` says of `bundled` should take, on a chip as fast as an H200."""
+    return min(_bundles(conv, tf32).values())
+
+
+@functools.lru_cache(maxsize=1024)
+def bundled(conv: Convolution, tf32: int = 0) -> Convolution:
+    """The convolution itself, or with groups taken together, as many as a block of a stage has room for, where that
+    should be faster, though their products with each other's channels are not wanted (3x3 1024-1024 in 32 groups, 128
+    images of 14x14 pixels, stride 2: 27 us, apart 64, by the kernel for groups of few channels 41).
+    """
+    bundles = _bundles(conv, tf32)
+    return conv._replace(groups=min(bundles, key=lambda groups: bundles[groups]))
+
+
+def _bundles(conv: Convolution, tf32: int) -> dict[int, float]:
+    """Numbers of groups, and microseconds with so many."""
+    found, groups, span = {}, conv.groups, span_of(tf32)
+    while groups == conv.groups or max(conv.channels, conv.out_channels) <= groups * span:
+        some = conv._replace(groups=groups)
+        found[groups] = min(_microseconds(some, one, tf32) for one in _candidates(some, tf32=tf32))
+        if groups < conv.groups:
+            values = conv.out_channels * prod(conv.kernel) * (conv.channels // groups + conv.channels // conv.groups)
+            found[groups] += _PICKED + 4 * values / _SIXTEEN.memory
+        if groups % 2:
+            break
+        groups //= 2
+    return found
 
 
 @functools.lru_cache(maxsize=1024)
@@ -261,6 +289,7 @@ def normalizes(conv: Convolution) -> bool:
 
 def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
     """What a tuner may try, first what `choose` says: all that the model of time does not put far behind the best."""
+    conv = bundled(conv, tf32)
     ranked = sorted((_microseconds(conv, one, tf32), i, one) for i, one in enumerate(_candidates(conv, tf32=tf32)))
     found = [one for time, _, one in ranked if time <= FAR * ranked[0][0]]
     return [Choice("hopper", one.tile.name, one.division.split) for one in found[:MOST]]

@@ -37,8 +37,12 @@ def widen(x: Any, channels: int) -> Any:
     return y
 
 
-def narrow(x: Any, out: Any, accumulate: bool) -> None:
-    """``out`` (+)= the first channels of x (..., C), as many as ``out`` has; both dense, float32."""
-    few = out.shape[-1]
-    sizes = np.int64(out.size // few), np.int32(few), np.int32(x.shape[-1]), np.int32(accumulate)
-    launch("widen", "narrow_kernel", ceil_div(out.size, BLOCK), BLOCK, x, out, *sizes, defines={"DTYPE": 0, "VEC": 1})
+def narrow(x: Any, out: Any, accumulate: bool, groups: int = 1) -> None:
+    """``out`` (K, R, S, C) (+)= the first channels of x (K, R, S, W); of several groups as many as W has room for were
+    taken together, and each one's filters get its own channels. Both dense, float32.
+    """
+    few, wide = out.shape[-1], x.shape[-1]
+    count, bundle = out.size // few, wide // few if groups > 1 else 1
+    sizes = np.int64(count), np.int32(few), np.int32(wide), np.int64(count // groups), np.int32(bundle)
+    grid, defines = ceil_div(out.size, BLOCK), {"DTYPE": 0, "VEC": 1}
+    launch("widen", "narrow_kernel", grid, BLOCK, x, out, *sizes, np.int32(accumulate), defines=defines)
