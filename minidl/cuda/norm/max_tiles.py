@@ -95,7 +95,8 @@ def _plan(x: Any, pooled: Any, kernel: Pair, vec: int, pitch: int, access: int =
     down, across = ceil_div(height, kernel[0]), ceil_div(width, kernel[1])
     sizes = down, across, height, width, *pooled.shape[1:3], rows(pooled)[2]
     itemsize = x.itemsize * ACCESS // access  # of channels of which one access has as many as a vector here
-    cut = cut_rows(n * down * across, channels, itemsize, vec, rows(x)[2], pitch)
+    pixels = kernel[0] * kernel[1]
+    cut = cut_rows(n * down * across, channels, itemsize, vec, rows(x)[2], pitch, pixels=pixels)
     return cut, np.array([sizes], _TILING)
 
 
@@ -103,7 +104,8 @@ def _start(
     name: str, x: Any, args: tuple[Any, ...], vec: int, kernel: Pair, cut: Chunks, tiling: np.ndarray, **defines: int
 ) -> None:
     defines |= {"DTYPE": dtype_code(x, "batch_norm_max_tiles"), "VEC": vec}
-    defines |= {"KERNEL_H": kernel[0], "KERNEL_W": kernel[1]}
+    ragged = x.shape[1:3] != (tiling["out_h"][0] * kernel[0], tiling["out_w"][0] * kernel[1])
+    defines |= {"KERNEL_H": kernel[0], "KERNEL_W": kernel[1], "RAGGED": int(ragged)}
     launch(
         "max_tiles", f"batch_norm_max_tiles{name}_kernel", cut.grid, cut.block, *args, tiling, cut.argument,
         defines=defines, shared=cut.shared,
