@@ -23,17 +23,24 @@
 // The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
 // where a block has no more.
 //
+// On sm_90, of 16-bit types and windows that all start alike (WARPGROUP), the four warps multiply together: fragments of 64
+// pixels from registers, filled the same way, with a filter in shared memory. mma.sync has five eighths of its rate, and
+// a filter in registers leaves them room for two blocks a multiprocessor, whose loads, products and stores hardly overlap.
+//
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
 // memory and FRAGMENTS fragments of pixels share each of its loads; BLOCKS per multiprocessor that the registers must
 // leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
-// Dynamic shared memory: 2 * ROWS * LENGTH values, and unless RESIDENT the packed filter of a block.
+// Dynamic shared memory: unless RESIDENT the packed filter of a block, TILE_N shifts, 2 * ROWS * LENGTH values.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
 #include "stem.cuh"
+#if WARPGROUP
+#include "hopper.cuh"
+#endif
 
 struct Problem {
     int height, values;  // of x: rows, values of a row
@@ -59,6 +66,13 @@ constexpr int TEAM = WARPS / KINDS;                    // warps that share the f
 constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to the one eight rows of the fragment below
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
+#if WARPGROUP
+// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, rows of which are columns.
+constexpr int BLOCK_BYTES = TILE_N * 128;
+struct Packed {
+    static constexpr int TILE_WORDS = (GROUPS + 7) / 8 * BLOCK_BYTES / 4;
+};
+#else
 // The filter as fragments of columns: for each column tile, kind and step of the depth, COLUMNS fragments b[2] of
 // mma.cuh, two of them in a uint4 per lane.
 struct Packed {
@@ -66,6 +80,7 @@ struct Packed {
     static constexpr int KIND_VECTORS = STEPS * STEP_VECTORS;
     static constexpr int TILE_WORDS = KINDS * KIND_VECTORS * 4;
 };
+#endif
 
 #if DTYPE
 #include "stem_half.cuh"
@@ -79,15 +94,22 @@ extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter,
     await_predecessor();
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= words) return;
+#if WARPGROUP
+    const int place = index % Packed::TILE_WORDS, column = place / 32 % TILE_N, lane = index % 4;
+    const int group = place / (BLOCK_BYTES / 4) * 8 + (place / 4 % 8 ^ column % 8), step = group / 2, half = group % 2;
+    const int kind = 0, channel = index / Packed::TILE_WORDS * TILE_N + channel_of(column / 8, column % 8);
+#else
     const int half = index % 2, lane = index / 4 % 32;
     const int j = index / 128 % (COLUMNS / 2) * 2 + index / 2 % 2;
     const int step = index / (Packed::STEP_VECTORS * 4) % STEPS;
     const int kind = index / (Packed::KIND_VECTORS * 4) % KINDS;
     const int channel = index / Packed::TILE_WORDS * TILE_N + channel_of(j, lane / 4);
+#endif
     const T* const of_channel = filter + channel * (KERNEL_H * WINDOW);
     packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, SPLIT ? kind : LEAD) : 0;
 }
 
+#if !WARPGROUP
 // The filter's fragments of one step.
 struct Step {
     u32 b[COLUMNS][2];
@@ -100,6 +122,7 @@ struct Step {
         }
     }
 };
+#endif
 
 constexpr int PART = 4 * WORD;  // values of 16 bytes
 
@@ -175,13 +198,38 @@ struct OutputRow {
     }
 };
 
+#if WARPGROUP
+// Sums of a fragment of each warp, at `window`, over the whole depth; as many steps at once as registers hold.
+DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask, u64 filter) {
+    constexpr int AT_ONCE = STEPS <= 12 ? STEPS : 8;
+    float (&d)[COLUMNS * 4] = reinterpret_cast<float (&)[COLUMNS * 4]>(sum);
+#pragma unroll
+    for (int begin = 0; begin < STEPS; begin += AT_ONCE) {
+        u32 a[AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (begin + i < STEPS) gather(a[i], window, mask, begin + i);
+        product_fence();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int s = begin + i;
+            if (s < STEPS) multiply(d, a[i], filter + operand_step(s / 4 * BLOCK_BYTES + s % 4 * 32), s);
+        }
+        commit_products();
+        await_products<0>();
+    }
+    settle(d);
+}
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
                    T* __restrict__ output, const __grid_constant__ Problem p) {
     await_predecessor();
-    extern __shared__ __align__(128) unsigned char shared[];
-    __shared__ __align__(16) float shifts[TILE_N];
-    constexpr int BUFFER = ROWS * LENGTH * sizeof(T);
+    extern __shared__ __align__(1024) unsigned char base[];
+    constexpr int BUFFER = ROWS * LENGTH * sizeof(T), FILTER = RESIDENT ? 0 : Packed::TILE_WORDS * 4;
+    float* const shifts = reinterpret_cast<float*>(base + FILTER);
+    unsigned char* const shared = base + FILTER + TILE_N * 4;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 
     u32 block = blockIdx.x;
@@ -203,7 +251,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     };
 
     packed += column_tile * (Packed::TILE_WORDS / 4);
-    uint4* const filter = reinterpret_cast<uint4*>(shared + 2 * BUFFER);
+    uint4* const filter = reinterpret_cast<uint4*>(base);
     if (!RESIDENT) {
         for (int i = threadIdx.x; i < Packed::TILE_WORDS / 4; i += THREADS)
             copy_async<16>(shared_address(filter + i), packed + i, true);
@@ -218,6 +266,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     const int shift = p.shift + kind * STEP, lead = shift % WORD;
     const Mask mask(lead);
     const int start = (shift - lead + lane / 4 * (KINDS * STEP) + lane % 4 * WORD) * int(sizeof(T));  // bytes
+#if !WARPGROUP
     const int kind_vectors = (SPLIT ? lead : 0) * Packed::KIND_VECTORS + lane;
 
     Step held[RESIDENT ? STEPS : 1];
@@ -225,15 +274,22 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) held[s].load(packed + kind_vectors + s * Packed::STEP_VECTORS);
     }
+#endif
 
     for (int tile = 0; tile < tiles; ++tile) {
         await_copies<0>();
+#if WARPGROUP
+        fence_for_engine();  // the filter
+#endif
         __syncthreads();  // this tile is there for all, and the one before it is no longer read
         if (tile + 1 < tiles) copy(tile + 1);
         const unsigned char* window = shared + tile % 2 * BUFFER + start;
         const int tile_p = first_p + tile * TILE_P;
-        for (int fragment = warp / KINDS; fragment < TILE_FRAGMENTS; fragment += TEAM * FRAGMENTS) {
-            if (tile_p + fragment / ROW_FRAGMENTS >= p.out_height) break;
+        for (int first = 0; first < TILE_FRAGMENTS; first += TEAM * FRAGMENTS) {
+            const int fragment = first + warp / KINDS;
+            // All warps multiply, or none: those of fragments that do not exist take the last.
+            const int known = WARPGROUP ? first : fragment;
+            if (known >= TILE_FRAGMENTS || tile_p + known / ROW_FRAGMENTS >= p.out_height) break;
             const unsigned char* at[FRAGMENTS];
             float sum[FRAGMENTS][COLUMNS][4] = {};
 #pragma unroll
@@ -242,12 +298,16 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                 at[i] = window + (index / ROW_FRAGMENTS * (STRIDE_H * LENGTH) +
                                   index % ROW_FRAGMENTS * (ROW_PIXELS * STEP)) * int(sizeof(T));
             }
+#if WARPGROUP
+            multiply_together(sum[0], at[0], mask, operand(shared_address(base)));
+#else
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 if (!RESIDENT) held[0].load(filter + kind_vectors + s * Packed::STEP_VECTORS);
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS; ++i) multiply(sum[i], at[i], mask, held[RESIDENT ? s : 0].b, s);
             }
+#endif
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {
                 const int index = fragment + i * TEAM;

@@ -37,6 +37,8 @@ STAGES = 3  # of rows under way
 PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
+AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
+HOPPER_SHARED = 228 * 1024  # of a multiprocessor
 
 _FORWARD = struct(
     "",
@@ -197,19 +199,25 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     lead = 0 if split else conv.padding[1] * conv.channels % word
     groups = ceil_div(window + (split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, word)
+    together = code > 0 and not split and device.arch >= (9, 0)
     tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
     registers = steps * tile_n // 4  # that hold the filter
-    resident = registers <= HELD
+    resident = registers <= HELD and not together
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
+    if together:
+        tile_n = 32 if conv.out_channels <= 32 else 64
+        registers, words = 4 * (steps if steps <= AT_ONCE else 8), ceil_div(conv.kernel[0] * groups, 8) * tile_n * 32
 
     def shared(tile: _Geometry) -> int:
-        return 2 * itemsize * tile.values + (0 if resident else 4 * words)
+        return 4 * tile_n + 2 * itemsize * tile.values + (0 if resident else 4 * words)
 
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
     tiles_n = ceil_div(conv.out_channels, tile_n)
     # A fifth block leaves float32, whose fragments of pixels are twice as large, too few registers on older devices.
-    blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident else 2
+    blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident or together else 2
+    if together:
+        blocks = max(2, min(blocks, HOPPER_SHARED // (shared(tile) + 1024)))
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -218,7 +226,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     )
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
-        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "FRAGMENTS": 1 if resident or together else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "WARPGROUP": int(together),
     }  # fmt: skip
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
 
