@@ -168,13 +168,17 @@ def test_every_size_fits_the_smallest_device(channels):
 
 @cases(PLANNED)
 def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
-    """All that differs are the strips of a forward block and how wide accesses are."""
+    """All that differs are how wide accesses are, and forward, where a sum goes by steps of the depth, the blocks."""
     conv, free = _conv(case), {"VEC_X", "VEC_Y", "VEC_DY"}
+    blocks = {"TILE_P", "TILE_Q", "TILE_N", "RESIDENT", "FRAGMENTS", "BLOCKS", "WARPGROUP"}
     seen = set()
     for device, vector in itertools.product(BUILT_IN.values(), (1, 2, 8)):
         forward = conv2d_stem.plan_forward(conv, 1, (vector, vector), device)
         weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (vector, vector), device)
-        fixed = [tuple((k, v) for k, v in plan.defines.items() if k not in free) for plan in (forward, weight)]
+        fixed = [
+            tuple((k, v) for k, v in plan.defines.items() if k not in left)
+            for plan, left in ((forward, free | blocks), (weight, free))
+        ]
         seen.add((*fixed, weight.problem.tobytes(), weight.grid))
     assert len(seen) == 1
 
