@@ -16,16 +16,18 @@
 // The depth runs over the filter's rows, each padded to whole groups of eight. Fragments are made of words, of 16-bit
 // types aligned pairs of values. Where their windows start one value off, the filter rows are moved by one instead (the
 // lead): a zero comes first. Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to
-// different fragments, and each warp has fragments of one kind only. What a word holds beyond a window is cut off, for
-// it may be infinite.
+// different fragments, and each warp has fragments of one kind only (APART: with a filter of its own). What a word holds
+// beyond a window is cut off, for it may be infinite.
 //
 // Columns are dealt out to fragments such that a thread's sums are 16 bytes of neighbouring channels, written at once.
 // The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
 // where a block has no more.
 //
-// On sm_90, of 16-bit types and windows that all start alike (WARPGROUP), the four warps multiply together: fragments of 64
-// pixels from registers, filled the same way, with a filter in shared memory. mma.sync has five eighths of its rate, and
+// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers, filled the
+// same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has five eighths of its rate, and
 // a filter in registers leaves them room for two blocks a multiprocessor, whose loads, products and stores hardly overlap.
+// With STATISTICS, of bfloat16, each warp then leaves sums and sums of squares of what it stores of a tile (columns.cuh
+// has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float.
 //
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
@@ -33,13 +35,15 @@
 // leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
-// Dynamic shared memory: unless RESIDENT the packed filter of a block, TILE_N shifts, 2 * ROWS * LENGTH values.
+// Dynamic shared memory: unless RESIDENT the packed filter of a block, TILE_N shifts, 2 * ROWS * LENGTH values, one word.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
 #include "stem.cuh"
 #if WARPGROUP
 #include "hopper.cuh"
+#else
+#define STATISTICS 0
 #endif
 
 struct Problem {
@@ -52,8 +56,9 @@ struct Problem {
 
 constexpr int WORD = 4 / sizeof(T);  // values of a word
 constexpr bool SPLIT = WORD == 2 && STEP % 2 == 1;
+constexpr bool APART = SPLIT && !WARPGROUP;
 constexpr int KINDS = SPLIT ? 2 : 1;  // of fragments, by where their windows start
-constexpr int GROUPS_W = (WINDOW + (SPLIT || LEAD) + GROUP - 1) / GROUP;
+constexpr int GROUPS_W = (WINDOW + (APART || LEAD) + GROUP - 1) / GROUP;
 constexpr int GROUPS = KERNEL_H * GROUPS_W;
 constexpr int STEPS = (GROUPS + WORD - 1) / WORD;  // products of a group for each value of a word; the last may have less
 constexpr int COLUMNS = TILE_N / 8;      // fragments of columns
@@ -106,7 +111,7 @@ extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter,
     const int channel = index / Packed::TILE_WORDS * TILE_N + channel_of(j, lane / 4);
 #endif
     const T* const of_channel = filter + channel * (KERNEL_H * WINDOW);
-    packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, SPLIT ? kind : LEAD) : 0;
+    packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, APART ? kind : LEAD) : 0;
 }
 
 #if !WARPGROUP
@@ -132,13 +137,19 @@ DEVICE void store_vector(T* to, const u32 (&v)[4]) {
                  : "memory");
 }
 
+// `bias`: the block's channels', or null.
+DEVICE void add_bias(const float* bias, int j, float& low, float& high) {
+    if (!bias) return;
+    const float* shift = bias + channel_of(j, threadIdx.x % 4 * 2);
+    low += shift[0], high += shift[1];
+}
+
 // One row of the output from this block's first channel.
 struct OutputRow {
     T* to;
     int pixels, pitch, columns;  // columns: from the block's first to the last
 
-    // Row `half` of this thread's sums, the pixel q: PART channels of each 4 * PART. `bias`: the block's channels', or
-    // null.
+    // Row `half` of this thread's sums, the pixel q: PART channels of each 4 * PART.
     __device__ __forceinline__ void write(const float (&sum)[COLUMNS][4], int half, int q, const float* bias) const {
         constexpr int PARTS = TILE_N / (4 * PART), TOGETHER = PARTS % 2 ? 1 : 2;
         const int first = threadIdx.x % 4 * PART;
@@ -149,10 +160,7 @@ struct OutputRow {
             for (int i = 0; i < TOGETHER * PART / 2; ++i) {
                 const int j = k * PART / 2 + i;
                 float low = sum[j][2 * half], high = sum[j][2 * half + 1];
-                if (bias) {
-                    const float* shift = bias + channel_of(j, threadIdx.x % 4 * 2);
-                    low += shift[0], high += shift[1];
-                }
+                add_bias(bias, j, low, high);
                 if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
                 put_pair(part[2 * i / PART], j, low, high);
             }
@@ -200,7 +208,8 @@ struct OutputRow {
 
 #if WARPGROUP
 // Sums of a fragment of each warp, at `window`, over the whole depth; as many steps at once as registers hold.
-DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask, u64 filter) {
+DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask, u32 lead,
+                              u64 filter) {
     constexpr int AT_ONCE = STEPS <= 12 ? STEPS : 8;
     float (&d)[COLUMNS * 4] = reinterpret_cast<float (&)[COLUMNS * 4]>(sum);
 #pragma unroll
@@ -208,7 +217,7 @@ DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* win
         u32 a[AT_ONCE][4];
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i)
-            if (begin + i < STEPS) gather(a[i], window, mask, begin + i);
+            if (begin + i < STEPS) gather(a[i], window, mask, begin + i, lead);
         product_fence();
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
@@ -222,9 +231,54 @@ DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* win
 }
 #endif
 
+// A thread's sums and sums of squares of what a warp stores of a tile; up to 256 values of a channel, which float32 adds up
+// without loss.
+struct Tally {
+    static constexpr int HALF = COLUMNS * 2;  // channels of a thread
+    float v[2 * HALF] = {};
+
+    // A pixel's row of sums, as `OutputRow::write` rounds them.
+    __device__ __forceinline__ void take(const float (&sum)[COLUMNS][4], int half, const float* bias) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            u32 word[4];
+            float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+            add_bias(bias, j, low, high);
+            put_pair(word, j, low, high);
+            const float first = __uint_as_float(word[j % 4] << 16), second = __uint_as_float(word[j % 4] & 0xffff0000u);
+            v[2 * j] += first, v[2 * j + 1] += second;
+            v[HALF + 2 * j] = fmaf(first, first, v[HALF + 2 * j]);
+            v[HALF + 2 * j + 1] = fmaf(second, second, v[HALF + 2 * j + 1]);
+        }
+    }
+
+    // Adds up over the lanes of the same channels, each of which keeps a half of what is left; to (2, K), and begins anew.
+    __device__ __forceinline__ void leave(float* to, int first_column, int columns) {
+        const u32 lane = threadIdx.x % 32;
+        int left = HALF;
+#pragma unroll
+        for (int offset = 16; offset >= 4; offset /= 2, left /= 2) {
+            const bool upper = lane & offset;
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                if (i >= left) break;
+                const float kept = upper ? v[left + i] : v[i], given = upper ? v[i] : v[left + i];
+                v[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+            }
+        }
+        constexpr int OWN = HALF / 4;  // channels that are left, neighbours
+        const int j = lane / 4 % 4 * (OWN / 2), channel = first_column + channel_of(j, lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (channel + i < columns) to[lane / 16 * columns + channel + i] = v[i];
+#pragma unroll
+        for (float& value : v) value = 0.0f;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
-                   T* __restrict__ output, const __grid_constant__ Problem p) {
+                   T* __restrict__ output, float* __restrict__ partial, const __grid_constant__ Problem p) {
     await_predecessor();
     extern __shared__ __align__(1024) unsigned char base[];
     constexpr int BUFFER = ROWS * LENGTH * sizeof(T), FILTER = RESIDENT ? 0 : Packed::TILE_WORDS * 4;
@@ -264,7 +318,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
 
     const int kind = SPLIT ? warp % 2 : 0;
     const int shift = p.shift + kind * STEP, lead = shift % WORD;
-    const Mask mask(lead);
+    const Mask mask(WARPGROUP ? LEAD : lead);
     const int start = (shift - lead + lane / 4 * (KINDS * STEP) + lane % 4 * WORD) * int(sizeof(T));  // bytes
 #if !WARPGROUP
     const int kind_vectors = (SPLIT ? lead : 0) * Packed::KIND_VECTORS + lane;
@@ -276,10 +330,11 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
     }
 #endif
 
+    Tally tally;
     for (int tile = 0; tile < tiles; ++tile) {
         await_copies<0>();
 #if WARPGROUP
-        fence_for_engine();  // the filter
+        if (tile == 0) fence_for_engine();  // the filter
 #endif
         __syncthreads();  // this tile is there for all, and the one before it is no longer read
         if (tile + 1 < tiles) copy(tile + 1);
@@ -299,7 +354,7 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                                   index % ROW_FRAGMENTS * (ROW_PIXELS * STEP)) * int(sizeof(T));
             }
 #if WARPGROUP
-            multiply_together(sum[0], at[0], mask, operand(shared_address(base)));
+            multiply_together(sum[0], at[0], mask, lead, operand(shared_address(base)));
 #else
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
@@ -318,9 +373,17 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                     p.columns, p.columns - first_column};
                 const int q = first_q + index % ROW_FRAGMENTS * ROW_PIXELS + lane / 4 * KINDS + kind;
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    to.write(sum[i], half, q + half * 8 * KINDS, bias ? shifts : nullptr);
+                for (int half = 0; half < 2; ++half) {
+                    const int pixel = q + half * 8 * KINDS;
+                    to.write(sum[i], half, pixel, bias ? shifts : nullptr);
+                    if (STATISTICS && pixel < p.out_width) tally.take(sum[i], half, bias ? shifts : nullptr);
+                }
             }
+        }
+        if constexpr (STATISTICS) {
+            const i64 row = image * ceil_div(p.out_height, TILE_P) + tile_p / TILE_P;
+            const i64 part = (row * p.segments + first_q / TILE_Q) * WARPS + warp;
+            tally.leave(partial + part * 2 * p.columns, first_column, p.columns);
         }
     }
 }
