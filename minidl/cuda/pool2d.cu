@@ -21,9 +21,10 @@
 // With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
 //
 // max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums.
-//                       Bound by instructions (3x3, stride 2: 550 per output of 8 channels): a row of taps that the next
+//                       Bound by instructions (3x3, stride 2: 374 per output of 8 channels): a row of taps that the next
 //                       window has too is normalised once, and its maximum carried down the strip; its others are
-//                       loaded while the window before is worked on
+//                       loaded while the window before is worked on; a column off the image is read, and counts, as the
+//                       next one on it, for a choice between taps and nothing took a quarter of all instructions
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx

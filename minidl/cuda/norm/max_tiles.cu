@@ -19,10 +19,10 @@
 // 227 and 299 us with branches, 157 and 227 in 16 bytes, 154 and 218 as it is).
 // Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes, backward_stats 2.25 s, backward_apply
 // 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with its sum, statistics and apply take 10.75 s
-// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions: some 24 for each element,
-// half of the time that the bytes take.
+// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions for each element: forward 6,
+// backward 14 and 15; a quarter to a half more where tiles are RAGGED, some of them reaching beyond the image.
 //
-// Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; backward -DADD=0|1; apply -DBATCH=0|1.
+// Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; -DRAGGED=0|1; backward -DADD=0|1; apply -DBATCH=0|1.
 #include "common.cuh"
 #include "lanes.cuh"
 
@@ -112,7 +112,7 @@ DEVICE Lanes rectify(const Normalizer& normalized, const Tile& tile, const Lanes
 #if defined(FORWARD)
 
 // Pitches: of x, y.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, 4)
 batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                             const float* __restrict__ beta, T* __restrict__ y, T* __restrict__ pooled, Tiling tiling,
                             Chunks cut) {
