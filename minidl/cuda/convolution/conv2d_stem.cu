@@ -16,18 +16,19 @@
 // The depth runs over the filter's rows, each padded to whole groups of eight. Fragments are made of words, of 16-bit
 // types aligned pairs of values. Where their windows start one value off, the filter rows are moved by one instead (the
 // lead): a zero comes first. Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to
-// different fragments, and each warp has fragments of one kind only (APART: with a filter of its own). What a word holds
-// beyond a window is cut off, for it may be infinite.
+// different fragments, and each warp has fragments of one kind only (APART: with a filter of its own). What a word
+// holds beyond a window is cut off, for it may be infinite.
 //
 // Columns are dealt out to fragments such that a thread's sums are 16 bytes of neighbouring channels, written at once.
 // The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
 // where a block has no more.
 //
-// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers, filled the
-// same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has five eighths of its rate, and
-// a filter in registers leaves them room for two blocks a multiprocessor, whose loads, products and stores hardly overlap.
-// With STATISTICS, of bfloat16, each warp then leaves sums and sums of squares of what it stores of a tile (columns.cuh
-// has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float.
+// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers, filled
+// the same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has five
+// eighths of its rate, and a filter in registers leaves room for two blocks a multiprocessor, whose loads, products and
+// stores hardly overlap. With STATISTICS, of bfloat16, each warp then leaves sums and sums of squares of what it stores
+// of a tile (conv2d_columns.cuh has why these are enough): partial (images, tiles below each other, segments, warps, 2,
+// K) float.
 //
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
@@ -35,7 +36,7 @@
 // leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
 // fastest. While a tile is multiplied the next one's rows arrive.
-// Dynamic shared memory: unless RESIDENT the packed filter of a block, TILE_N shifts, 2 * ROWS * LENGTH values, one word.
+// Dynamic shared memory: unless RESIDENT the packed filter of a block, TILE_N shifts, 2 * ROWS * LENGTH values, a word.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
@@ -72,7 +73,7 @@ constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to 
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
 #if WARPGROUP
-// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, rows of which are columns.
+// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each column.
 constexpr int BLOCK_BYTES = TILE_N * 128;
 struct Packed {
     static constexpr int TILE_WORDS = (GROUPS + 7) / 8 * BLOCK_BYTES / 4;
@@ -231,8 +232,8 @@ DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* win
 }
 #endif
 
-// A thread's sums and sums of squares of what a warp stores of a tile; up to 256 values of a channel, which float32 adds up
-// without loss.
+// A thread's sums and sums of squares of what a warp stores of a tile; up to 256 values of a channel, which float32
+// adds up without loss.
 struct Tally {
     static constexpr int HALF = COLUMNS * 2;  // channels of a thread
     float v[2 * HALF] = {};
@@ -252,7 +253,7 @@ struct Tally {
         }
     }
 
-    // Adds up over the lanes of the same channels, each of which keeps a half of what is left; to (2, K), and begins anew.
+    // Adds up over the lanes of the same channels, each of which keeps a half of what is left; to (2, K). Begins anew.
     __device__ __forceinline__ void leave(float* to, int first_column, int columns) {
         const u32 lane = threadIdx.x % 32;
         int left = HALF;

@@ -39,7 +39,7 @@ PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same 
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
-HOPPER_SHARED = 228 * 1024  # of a multiprocessor
+HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
 
 _FORWARD = struct(
     "",
@@ -204,7 +204,7 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     itemsize, word = (2, 2) if code else (4, 1)  # bytes of a value, values of a word
-    split, together = step % word, code > 0 and device.arch >= (9, 0)
+    split, together = step % word, code > 0 and device.arch == HOPPER
     lead = 0 if split else conv.padding[1] * conv.channels % word
     groups = ceil_div(window + (lead if together else split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, word)
