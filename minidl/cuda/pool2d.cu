@@ -25,6 +25,7 @@
 //                       window has too is normalised once, and its maximum carried down the strip; its others are
 //                       loaded while the window before is worked on; a column off the image is read, and counts, as the
 //                       next one on it, for a choice between taps and nothing took a quarter of all instructions
+//                       (256x112x112x64 on an H200: 212 us so, 191 without; 159 of bytes, 160 of instructions)
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
 //                       bytes: dy + index + x once + dx
