@@ -226,8 +226,9 @@ def call_pool2d() -> None:
             sums = ops.empty((2, x.shape[-1]), np.float64), ops.empty(1, np.float64)
             for given in (sums, (None, None)):
                 ops.batch_norm_max_pool2d_backward(y, index, x, moments, gamma, *given, **window)
-        # Every vector width with one size of tiles, the dense arrays with others.
-        for x, kernel in [(x, (2, 2)) for x in arrays] + [(arrays[0], kernel) for kernel in ((1, 3), (4, 1))]:
+        # Every vector width with one size of tiles, ragged and not, the dense arrays with others.
+        even = [ops.empty((2, 6, 8, x.shape[-1]), dtype) for x in arrays[:5]]
+        for x, kernel in [(x, (2, 2)) for x in arrays + even] + [(arrays[0], kernel) for kernel in ((1, 3), (4, 1))]:
             gamma, moments = ops.empty(x.shape[-1], np.float32), ops.empty((2, x.shape[-1]), np.float32)
             norm = x, moments, gamma, gamma
             y, pooled = ops.batch_norm_max_tiles(*norm, kernel=kernel, ceil_mode=True)

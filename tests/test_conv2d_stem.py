@@ -18,6 +18,7 @@ from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import poison
 from tests.test_conv2d_ops import Case, cases, draws, pitched, put, weight_gradient
+from tests.test_conv2d_statistics import check, operands
 from tests.tolerance import assert_close, draw, draw_integers
 
 DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -168,15 +169,28 @@ def test_every_size_fits_the_smallest_device(channels):
 
 @cases(PLANNED)
 def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
-    """All that differs are the strips of a forward block and how wide accesses are."""
+    """All that differs are how wide accesses are, and forward, where a sum goes by steps of the depth, the blocks."""
     conv, free = _conv(case), {"VEC_X", "VEC_Y", "VEC_DY"}
+    blocks = {"TILE_P", "TILE_Q", "TILE_N", "RESIDENT", "FRAGMENTS", "BLOCKS", "WARPGROUP"}
     seen = set()
     for device, vector in itertools.product(BUILT_IN.values(), (1, 2, 8)):
         forward = conv2d_stem.plan_forward(conv, 1, (vector, vector), device)
         weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (vector, vector), device)
-        fixed = [tuple((k, v) for k, v in plan.defines.items() if k not in free) for plan in (forward, weight)]
+        fixed = [
+            tuple((k, v) for k, v in plan.defines.items() if k not in left)
+            for plan, left in ((forward, free | blocks), (weight, free))
+        ]
         seen.add((*fixed, weight.problem.tobytes(), weight.grid))
     assert len(seen) == 1
+
+
+@DEVICES
+@cases(PLANNED)
+def test_a_warp_sums_few_enough_values_of_a_channel(device, case):
+    """As many squares of eight bits as float32 adds up without loss."""
+    plan = conv2d_stem.plan_forward(_conv(case), 1, (1, 1), device)
+    fragments = plan.defines["TILE_P"] * plan.defines["TILE_Q"] // 16
+    assert not plan.defines["WARPGROUP"] or -(-fragments // conv2d_stem.WARPS) * 16 <= 256
 
 
 # ------------------------------------------------------------------------------------------------------------ on a GPU
@@ -187,6 +201,21 @@ def stem(cuda_ops):
     """The table, with the family forced."""
     with family("stem"):
         yield cuda_ops
+
+
+@pytest.mark.parametrize("ratio", [0.0, 1e3])
+@cases(CASES)
+def test_statistics_are_those_of_what_is_stored(stem, case, ratio, rng):
+    check(stem, case, *operands(rng, case, bfloat16, ratio))
+
+
+def test_constant_channels_have_no_variance(stem, rng):
+    case = next(case for case in EDGES if case.name == "7x7-c3-stride-2")
+    x, w = stem.zeros(case.x, bfloat16), stem.from_host(draw(rng, case.w, bfloat16))
+    for bias in (1e-3, 1.3, 7e4):
+        every = stem.from_host(np.full(case.w[0], bias, np.float32))
+        y, stats = (stem.to_host(array) for array in stem.conv2d_stats(x, w, every, **case.options))
+        assert (y == y[0, 0, 0, 0]).all() and (stats[1 + case.w[0] :] == 0).all()
 
 
 @cases(CASES)

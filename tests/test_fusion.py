@@ -340,8 +340,7 @@ def test_depthwise_convolutions_take_statistics_on_every_gpu():
         for site in fusion.find_sites(graph):
             deep = graph[site.producer].layer.groups > 1
             taken = "statistics" in modes_of(plan.sites[site.name])
-            able = (deep or device == "H200") and graph[site.producer].layer.in_channels > 3
-            assert taken == (storage == "bf16" and able), site.name
+            assert taken == (storage == "bf16" and (deep or device == "H200")), site.name
 
 
 def test_an_activation_over_an_unfinished_batch_norm_keeps_nothing_of_its_own(cpu_ops):

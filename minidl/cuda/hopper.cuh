@@ -8,11 +8,10 @@
 // d[4 * j + 2 * i + e] is row 16 * w + 8 * i + g, column 8 * j + 2 * q + e.
 #pragma once
 #include "common.cuh"
+#include "shared_address.cuh"
 
 // Encoded on the host (hopper.py), read by the copy engine from the kernel's parameters.
 struct __align__(64) TensorMap { u64 words[16]; };
-
-DEVICE u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
 
 // ---- barriers
 
@@ -336,6 +335,11 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
     " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B \
     ", keep, 1, 1, %" ACROSS ";\n}"
 #define WGMMA_WORD_INPUTS "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(keep), "n"(int(B_ACROSS))
+
+template <bool B_ACROSS = false>
+DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("32", WGMMA_0_15, "16", "17", "18", "19", "20", "21", "22") : WGMMA_16(0) : WGMMA_WORD_INPUTS);
+}
 
 template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {

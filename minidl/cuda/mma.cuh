@@ -7,10 +7,7 @@
 //   b[2]  8 words x 8 columns: (t, g), (t + 4, g)
 //   c[4]  16 rows x 8 columns: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 #pragma once
-
-__device__ __forceinline__ unsigned int shared_address(const void* pointer) {
-    return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
-}
+#include "shared_address.cuh"
 
 // Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read and zeros are written instead.
 template <int BYTES>

@@ -99,6 +99,8 @@ class Machine(NamedTuple):
             return True
         if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
             return self.arch is not None
+        if mode == "statistics" and layer.in_channels <= STEM:
+            return self.arch == HOPPER and precision.storage == bfloat16
         if mode == "statistics" and 1 < layer.groups == layer.in_channels == layer.out_channels:
             return self.arch is not None and precision.storage == bfloat16
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0

@@ -153,8 +153,7 @@ def _forward(
         return _rectified(y, relu), None
     choice = _choose(who, question)
     if choice.family == "stem":
-        conv2d_stem.forward(conv, x, w, bias, y, relu)
-        return y, None
+        return y, conv2d_stem.forward(conv, x, w, bias, y, relu, statistics)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)

@@ -68,8 +68,6 @@ struct ColumnShare {
 // zero would make differences of such sums treacherous. (By plain arithmetic: tensor cores would do it in fewer
 // instructions, two products for 16 rows of 16 columns where this issues 24, but they are what a convolution waits for:
 // 3x3 on 64 channels takes 12 % longer so, 6 % here, 256-1024 channels 14 and 11 %, 128-512 channels 11 and 13 %.)
-// Tried on an H200 in conv2d_stem.cu, whose sums lie in registers and were reduced by shuffles, and taken out: of 7x7
-// filters 20 us more at 32x112x112x64, where a pass of its own takes 18.
 struct Tally {
     float sums[2], squares[2];
 

@@ -18,8 +18,9 @@ from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
-from minidl.precision import float32
+from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
 __all__ = ["StemPlan", "applies", "backward_weight", "forward", "plan_forward", "plan_weight"]
@@ -37,6 +38,8 @@ STAGES = 3  # of rows under way
 PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
+AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
+HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
 
 _FORWARD = struct(
     "",
@@ -54,6 +57,7 @@ class StemPlan(NamedTuple):
 
     Attributes:
         size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
+        parts: of statistics, that warps leave.
     """
 
     grid: int
@@ -61,6 +65,7 @@ class StemPlan(NamedTuple):
     defines: dict[str, int]
     shared: int
     size: int
+    parts: int = 0
 
 
 def applies(conv: Convolution, which: str, code: int, tf32: int = 0) -> bool:
@@ -79,21 +84,27 @@ def applies(conv: Convolution, which: str, code: int, tf32: int = 0) -> bool:
     )
 
 
-def forward(conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False) -> None:
+def forward(
+    conv: Convolution, x: Any, w: Any, bias: Any | None, y: Any, relu: bool = False, statistics: bool = False
+) -> Parts | None:
     """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
 
-    With ``relu``, the output of a ReLU over that.
+    With ``relu``, the output of a ReLU over that. Returns its statistics where they are asked for and the kernel takes
+    them: on Hopper, of bfloat16.
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
+    taken = statistics and bool(plan.defines["WARPGROUP"]) and x.dtype == bfloat16
+    parts = empty((plan.parts, 2, conv.out_channels), float32) if taken else None
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu), "STATISTICS": int(taken)}
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
-    arrays = x, packed, bias, y, plan.problem
+    arrays = x, packed, bias, y, parts, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
+    return Parts(parts, y.size // conv.out_channels) if taken else None
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -193,23 +204,28 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     itemsize, word = (2, 2) if code else (4, 1)  # bytes of a value, values of a word
-    split = step % word
+    split, together = step % word, code > 0 and device.arch == HOPPER
     lead = 0 if split else conv.padding[1] * conv.channels % word
-    groups = ceil_div(window + (split | lead), GROUP)
+    groups = ceil_div(window + (lead if together else split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, word)
     tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
     registers = steps * tile_n // 4  # that hold the filter
-    resident = registers <= HELD
+    resident = registers <= HELD and not together
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
+    if together:
+        tile_n = 32 if conv.out_channels <= 32 else 64
+        registers, words = 4 * (steps if steps <= AT_ONCE else 8), ceil_div(conv.kernel[0] * groups, 8) * tile_n * 32
 
     def shared(tile: _Geometry) -> int:
-        return 2 * itemsize * tile.values + (0 if resident else 4 * words)
+        return 4 * tile_n + 2 * itemsize * tile.values + (0 if resident else 4 * words) + 4
 
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
     fragments = ceil_div(tile.rows * tile.columns // 16, WARPS)  # of pixels, that a warp has of a tile
     tiles_n = ceil_div(conv.out_channels, tile_n)
     # A fifth block leaves float32, whose fragments of pixels are twice as large, too few registers on older devices.
     blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident else 2
+    if together:  # with sums of statistics
+        blocks = max(2, min(_blocks(tile_n + registers + 45), HOPPER_SHARED // (shared(tile) + 1024)))
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -218,9 +234,11 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     )
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
-        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "FRAGMENTS": 1 if resident or together else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "WARPGROUP": int(together),
     }  # fmt: skip
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+    parts = conv.images * tile.tiles * tile.segments * WARPS
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, parts)
 
 
 def _filter_columns(columns: int, steps: int, kinds: int) -> int:

@@ -26,15 +26,45 @@ DEVICE void load_affine(const float* moments, const float* gamma, const float* b
     for (int i = 0; i < N; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
 }
 
-// What is taken off the gradient of VEC channels: level + (x - mean)*slope.
-DEVICE void load_sums(const float* moments, const double* sums, const double* count, int channels, int channel,
-                      float (&level)[VEC], float (&slope)[VEC]) {
-    load(moments + channels + channel, slope);  // rstd
-    const float inverse = inverse_of(*count);
-    const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel), dy_xhat = load_raw<VEC>(sums + channels + channel);
+// The gradient of a batch norm's input from g, that of its output, of VEC channels: gamma*rstd*(g - level - (x - mean)*slope)
+// with level = sums[0]/count and slope = rstd*sums[1]/count; where the moments are constants, not OF_BATCH, gamma*rstd*g. Of
+// 16-bit types g*scale + (x*bend + offset): two instructions of four, that err as their forward pass does (normalize.cuh).
+template <bool OF_BATCH>
+struct InputGradient {
+    float scale[VEC], bend[OF_BATCH ? VEC : 1], offset[OF_BATCH ? VEC : 1], mean[OF_BATCH && !FOLDED ? VEC : 1];
+
+    __device__ __forceinline__ InputGradient() {}
+    __device__ __forceinline__ InputGradient(const float (&means)[VEC], const float (&scales)[VEC], const float* moments,
+                                             const double* sums, const double* count, int channels, int channel) {
+        if constexpr (OF_BATCH) {
+            load(moments + channels + channel, bend);  // rstd
+            const float inverse = inverse_of(*count);
+            const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel);
+            const Raw<double, VEC> dy_xhat = load_raw<VEC>(sums + channels + channel);
 #pragma unroll
-    for (int i = 0; i < VEC; ++i) {
-        level[i] = float(dy_sum.items[i]) * inverse;
-        slope[i] *= float(dy_xhat.items[i]) * inverse;
+            for (int i = 0; i < VEC; ++i) {
+                offset[i] = float(dy_sum.items[i]) * inverse;
+                bend[i] *= float(dy_xhat.items[i]) * inverse;
+                if constexpr (FOLDED) {
+                    offset[i] = fmaf(means[i], bend[i], -offset[i]) * scales[i];
+                    bend[i] *= -scales[i];
+                } else {
+                    mean[i] = means[i];
+                }
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) scale[i] = scales[i];
     }
-}
+
+    // Of the i-th channel; with `add` on top.
+    __device__ __forceinline__ float operator()(int i, float g, float x) const {
+        if constexpr (OF_BATCH && FOLDED) return fmaf(g, scale[i], fmaf(x, bend[i], offset[i]));
+        return (*this)(i, g, x, 0.0f);
+    }
+    __device__ __forceinline__ float operator()(int i, float g, float x, float add) const {
+        if constexpr (!OF_BATCH) return fmaf(g, scale[i], add);  // no negative zero without `add`
+        if constexpr (FOLDED) return (*this)(i, g, x) + add;
+        return fmaf(g - fmaf(x - mean[i], bend[i], offset[i]), scale[i], add);
+    }
+};

@@ -258,7 +258,8 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
     await_predecessor();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
-    float scale[VEC], mean[VEC], level[VEC] = {}, slope[VEC] = {}, shift[VEC];
+    float scale[VEC], mean[VEC], shift[VEC];
+    InputGradient<BATCH> gradient;
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
     for_rows_prepared<UNROLL, !(BATCH && MASK && (ADD || NAMED))>(
         at,
@@ -268,8 +269,8 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
         },
         [&] {
-            if (BATCH) load_sums(moments, sums, count, channels, at.channel, level, slope);
             load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
+            gradient = InputGradient<BATCH>(mean, scale, moments, sums, count, channels, at.channel);
         },
         [&](int u, int row) {
             float g[VEC], v[VEC] = {}, z[VEC] = {};
@@ -279,9 +280,7 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
                 if (MASK) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
-                v[i] -= mean[i];
-                if (BATCH) g[i] -= fmaf(v[i], slope[i], level[i]);
-                g[i] = fmaf(g[i], scale[i], z[i]);
+                g[i] = ADD ? gradient(i, g[i], v[i], z[i]) : gradient(i, g[i], v[i]);
             }
             store(dx + row_offset(row, walk.pitch[1]) + at.channel, g);
         });
@@ -302,7 +301,8 @@ batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __rest
                                        float* __restrict__ partial, Chunks cut) {
     await_predecessor();
     const Share at = chunk_share(cut, UNROLL);
-    float mean[VEC] = {}, scale[VEC] = {}, level[VEC] = {}, slope[VEC] = {}, other_mean[VEC] = {};
+    float other_mean[VEC] = {};
+    InputGradient<true> gradient;
     float sum[VEC] = {}, product[VEC] = {};
     Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_other[UNROLL];
     if (at.row < at.rows)
@@ -314,10 +314,10 @@ batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __rest
                 raw_other[u] = load_raw<VEC>(other + row_offset(row, cut.pitch[2]) + at.channel);
             },
             [&] {
-                float shift[VEC];
+                float mean[VEC], scale[VEC], shift[VEC];
                 load(other_moments + at.channel, other_mean);
-                load_sums(moments, sums, count, cut.channels, at.channel, level, slope);
                 load_affine(moments, gamma, nullptr, cut.channels, at.channel, mean, scale, shift);
+                gradient = InputGradient<true>(mean, scale, moments, sums, count, cut.channels, at.channel);
             },
             [&](int u, int row) {
                 float g[VEC], v[VEC], w[VEC];
@@ -328,9 +328,7 @@ batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __rest
                 for (int i = 0; i < VEC; ++i) {
                     sum[i] += g[i];
                     product[i] = fmaf(g[i], w[i] - other_mean[i], product[i]);
-                    v[i] -= mean[i];
-                    g[i] -= fmaf(v[i], slope[i], level[i]);
-                    g[i] = fmaf(g[i], scale[i], 0.0f);
+                    g[i] = gradient(i, g[i], v[i]);
                 }
                 store(dx + row_offset(row, cut.channels) + at.channel, g);
             });

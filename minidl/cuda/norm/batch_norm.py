@@ -73,8 +73,11 @@ def cut_rows(
     dy_pitch: int = 0,
     y_pitch: int = 0,
     blocks: int = TARGET_BLOCKS,
+    pixels: int = 1,
 ) -> Chunks:
     """The cut for ``count`` rows of ``channels``; so many ``blocks`` of the kernel fill the device.
+
+    A row may stand for several ``pixels``, of which a thread has as many in flight.
 
     Which rows a chunk has and which lane sums them depends on the shape and the type alone: neither the device nor the
     pitch nor the vector width changes a bit of the result.
@@ -89,7 +92,7 @@ def cut_rows(
         rounds += 1
         wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
-    chunk_rows = lanes * max(per_thread, 8, LEAST_CHUNK_ROWS // lanes)
+    chunk_rows = lanes * max(per_thread, 8 // pixels, LEAST_CHUNK_ROWS // pixels // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
 
     vectors = channels // vec

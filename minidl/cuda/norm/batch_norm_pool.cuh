@@ -29,13 +29,13 @@ struct NormalizedBackward {
     const float *moments, *gamma;
     const double *sums, *count;
     int channels;
-    float mean[VEC], scale[VEC], level[VEC], slope[VEC];
+    InputGradient<BATCH> gradient;
     Raw<T, VEC> raw[BATCH ? TILE_H : 1][BATCH ? STRIDE_W : 1];
 
     __device__ __forceinline__ void begin(int c) {
-        float shift[VEC];
+        float mean[VEC], scale[VEC], shift[VEC];
         load_affine(moments, gamma, nullptr, channels, c, mean, scale, shift);
-        if (BATCH) load_sums(moments, sums, count, channels, c, level, slope);
+        gradient = InputGradient<BATCH>(mean, scale, moments, sums, count, channels, c);
     }
 
     __device__ __forceinline__ void expect(int ih, int iw, i64, const T* place) {
@@ -45,16 +45,11 @@ struct NormalizedBackward {
     }
 
     __device__ __forceinline__ void operator()(int ih, int iw, T* place, float (&sum)[VEC]) const {
-        float g[VEC];
+        float g[VEC], v[VEC] = {};
         unpack(pack<T>(sum), g);  // as rounded by the pass that it replaces
-#if BATCH
-        float v[VEC];
-        unpack(raw[ih][iw], v);
+        if (BATCH) unpack(raw[ih][iw], v);
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) g[i] -= fmaf(v[i] - mean[i], slope[i], level[i]);
-#endif
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) g[i] = fmaf(g[i], scale[i], 0.0f);  // no negative zeros
+        for (int i = 0; i < VEC; ++i) g[i] = gradient(i, g[i], v[i]);
         store(place, g);
     }
 };

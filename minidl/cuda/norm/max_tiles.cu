@@ -16,13 +16,13 @@
 //
 // Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used: behind branches,
 // or in vectors of 16 bytes, for which registers lack, the last of them waited for the first (on an H200, of the shape below,
-// 227 and 299 us with branches, 157 and 227 in 16 bytes, 154 and 218 as it is).
+// 227 and 299 us with branches, 157 and 227 in 16 bytes; as it is 147 and 228, forward 179, add and y at twice the pitch).
 // Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes, backward_stats 2.25 s, backward_apply
 // 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with its sum, statistics and apply take 10.75 s
-// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions: some 24 for each element,
-// half of the time that the bytes take.
+// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions for each element: forward 6,
+// backward 14 and 15; a quarter to a half more where tiles are RAGGED, some of them reaching beyond the image.
 //
-// Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; backward -DADD=0|1; apply -DBATCH=0|1.
+// Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; -DRAGGED=0|1; backward -DADD=0|1; apply -DBATCH=0|1.
 #include "common.cuh"
 #include "lanes.cuh"
 
@@ -40,25 +40,43 @@ struct Tiling {
     int dy_pitch;
 };
 
-// One tile: where its pixels and its window are; in place of those that do not exist their nearest neighbours, for loads
-// behind branches would wait for those before.
+// The tiles that a thread comes to: where their pixels and windows are. In place of pixels and windows that do not exist
+// stand their nearest neighbours, for loads behind branches would wait for those before.
 struct Tile {
-    i64 first, window;          // pixel and window, among all
-    int width, below, right;    // pixels of a line; of the tile below and to the right of the first
-    bool counts;
+    const Tiling& tiling;
+    int number, line, column;  // among all; of its image's tiles, or of all images' where these are whole
+    int image = 0;
 
-    __device__ __forceinline__ Tile(const Tiling& t, int number) : width(t.width) {
-        const int line = u32(number) / u32(t.across), q = number - line * t.across;
-        const int n = u32(line) / u32(t.down), p = line - n * t.down;
-        below = t.height - 1 - p * KERNEL_H, right = width - 1 - q * KERNEL_W;
-        first = (i64(n) * t.height + p * KERNEL_H) * width + q * KERNEL_W;
-        counts = p < t.out_h && q < t.out_w;
-        window = (i64(n) * t.out_h + min(p, t.out_h - 1)) * t.out_w + min(q, t.out_w - 1);
+    __device__ __forceinline__ Tile(const Tiling& t, int number) : tiling(t), number(number) {
+        line = u32(number) / u32(t.across), column = number - line * t.across;
+        if (RAGGED) image = u32(line) / u32(t.down), line -= image * t.down;
     }
-    __device__ __forceinline__ bool inside(int i) const { return i / KERNEL_W <= below && i % KERNEL_W <= right; }
-    // Elements from the first pixel of an array to the i-th of the tile.
-    __device__ __forceinline__ i64 place(int i, int pitch) const {
-        return first * pitch + i64(min(i / KERNEL_W, below) * width + min(i % KERNEL_W, right)) * pitch;
+    __device__ __forceinline__ void advance(int tiles) {
+        number += tiles, column += tiles;
+        while (column >= tiling.across) {
+            column -= tiling.across, ++line;
+            if (RAGGED && line == tiling.down) line = 0, ++image;
+        }
+    }
+    __device__ __forceinline__ int below() const { return tiling.height - 1 - line * KERNEL_H; }  // pixels, the first not
+    __device__ __forceinline__ int right() const { return tiling.width - 1 - column * KERNEL_W; }
+    __device__ __forceinline__ bool inside(int i) const {
+        return !RAGGED || (i / KERNEL_W <= below() && i % KERNEL_W <= right());
+    }
+    __device__ __forceinline__ bool counts() const { return !RAGGED || (line < tiling.out_h && column < tiling.out_w); }
+    __device__ __forceinline__ u32 window() const {
+        if (!RAGGED) return number;
+        return (image * tiling.out_h + min(line, tiling.out_h - 1)) * tiling.out_w + min(column, tiling.out_w - 1);
+    }
+    // The place of its first pixel in an array, and elements from there to the i-th.
+    template <class X>
+    __device__ __forceinline__ X* first(X* array, int pitch) const {
+        return array + u64(u32((image * tiling.height + line * KERNEL_H) * tiling.width + column * KERNEL_W)) * u32(pitch);
+    }
+    __device__ __forceinline__ i64 offset(int i, int pitch) const {
+        int h = i / KERNEL_W, w = i % KERNEL_W;
+        if (RAGGED) h = min(h, below()), w = min(w, right());
+        return i64(h) * (i64(tiling.width) * pitch) + i64(w) * pitch;
     }
 };
 
@@ -71,8 +89,9 @@ DEVICE Lanes lanes_of(u32 word) {
 
 // Loads the pixels of a tile.
 DEVICE void load_tile(const T* __restrict__ x, int pitch, int channel, const Tile& tile, Lanes (&raw)[PIXELS]) {
+    const T* from = tile.first(x + channel, pitch);
 #pragma unroll
-    for (int i = 0; i < PIXELS; ++i) raw[i] = load_raw<VEC>(x + tile.place(i, pitch) + channel);
+    for (int i = 0; i < PIXELS; ++i) raw[i] = load_raw<VEC>(from + tile.offset(i, pitch));
 }
 
 // What the ReLU makes of a tile, the lowest number off the image, and the largest of that.
@@ -83,7 +102,7 @@ DEVICE Lanes rectify(const Normalizer& normalized, const Tile& tile, const Lanes
         y[i] = normalized(raw[i]);
 #pragma unroll
         for (int j = 0; j < WORDS; ++j) {
-            y[i].pairs[j] = tile.inside(i) ? y[i].pairs[j] : LOWEST;
+            if (!tile.inside(i)) y[i].pairs[j] = LOWEST;
             largest.pairs[j] = lane_max(largest.pairs[j], y[i].pairs[j]);
         }
     }
@@ -93,7 +112,7 @@ DEVICE Lanes rectify(const Normalizer& normalized, const Tile& tile, const Lanes
 #if defined(FORWARD)
 
 // Pitches: of x, y.
-extern "C" __global__ void __launch_bounds__(256, 3)
+extern "C" __global__ void __launch_bounds__(256, 4)
 batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                             const float* __restrict__ beta, T* __restrict__ y, T* __restrict__ pooled, Tiling tiling,
                             Chunks cut) {
@@ -101,15 +120,15 @@ batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ m
     const Share at = chunk_share(cut, 1);
     if (at.row >= at.rows) return;
     const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
-    for (int row = at.row; row < at.rows; row += at.step) {
-        const Tile tile(tiling, row);
+    for (Tile tile(tiling, at.row); tile.number < at.rows; tile.advance(at.step)) {
         Lanes raw[PIXELS], values[PIXELS];
         load_tile(x, cut.pitch[0], at.channel, tile, raw);
         const Lanes largest = rectify(normalized, tile, raw, values);
+        T* to = tile.first(y + at.channel, cut.pitch[1]);
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i)
-            if (tile.inside(i)) store_raw<VEC>(y + tile.place(i, cut.pitch[1]) + at.channel, values[i]);
-        if (tile.counts) store_raw<VEC>(pooled + tile.window * cut.channels + at.channel, largest);
+            if (tile.inside(i)) store_raw<VEC>(to + tile.offset(i, cut.pitch[1]), values[i]);
+        if (tile.counts()) store_raw<VEC>(pooled + u64(tile.window()) * u32(cut.channels) + at.channel, largest);
     }
 }
 
@@ -128,10 +147,11 @@ struct Gradients {
         Lanes more[PIXELS], y[PIXELS];
         load_tile(x, cut.pitch[0], channel, tile, raw);
         if (ADD) load_tile(add, cut.pitch[1], channel, tile, more);
-        Lanes share = load_raw<VEC>(dy + tile.window * tiling.dy_pitch + channel);
+        Lanes share = load_raw<VEC>(dy + u64(tile.window()) * u32(tiling.dy_pitch) + channel);
         const Lanes largest = rectify(normalized, tile, raw, y);
 #pragma unroll
-        for (int j = 0; j < WORDS; ++j) share.pairs[j] = tile.counts ? share.pairs[j] : 0;
+        for (int j = 0; j < WORDS; ++j)
+            if (!tile.counts()) share.pairs[j] = 0;
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
 #pragma unroll
@@ -159,8 +179,7 @@ batch_norm_max_tiles_backward_stats_kernel(const T* __restrict__ dy, const T* __
     float sum[VEC] = {}, product[VEC] = {};
     if (at.row < at.rows) {
         const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
-        for (int row = at.row; row < at.rows; row += at.step) {
-            const Tile tile(tiling, row);
+        for (Tile tile(tiling, at.row); tile.number < at.rows; tile.advance(at.step)) {
             const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
 #pragma unroll
             for (int i = 0; i < PIXELS; ++i) {
@@ -190,22 +209,18 @@ batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __
     const Share at = chunk_share(cut, 1);
     if (at.row >= at.rows) return;
     const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
-    float level[VEC] = {}, slope[VEC] = {};
-    if (BATCH) load_sums(moments, sums, count, cut.channels, at.channel, level, slope);
-    for (int row = at.row; row < at.rows; row += at.step) {
-        const Tile tile(tiling, row);
+    const InputGradient<BATCH> gradient(normalized.mean, normalized.scale, moments, sums, count, cut.channels, at.channel);
+    for (Tile tile(tiling, at.row); tile.number < at.rows; tile.advance(at.step)) {
         const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
+        T* to = tile.first(dx + at.channel, cut.channels);
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i) {
             float g[VEC], v[VEC];
             unpack(found.g[i], g);
             unpack(found.raw[i], v);
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                if (BATCH) g[e] -= fmaf(v[e] - normalized.mean[e], slope[e], level[e]);
-                g[e] = fmaf(g[e], normalized.scale[e], 0.0f);  // no negative zeros
-            }
-            if (tile.inside(i)) store(dx + tile.place(i, cut.channels) + at.channel, g);
+            for (int e = 0; e < VEC; ++e) g[e] = gradient(e, g[e], v[e]);
+            if (tile.inside(i)) store(to + tile.offset(i, cut.channels), g);
         }
     }
 }
