@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.capture import Room
 from minidl.dist import Communicator
 from minidl.dist.communicator import by_kernels, capturable, place
 from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
@@ -190,6 +189,8 @@ def _backward(comm: Communicator, arena: Any, size: int, compute: Start | None) 
 
 def _replays(arms: Mapping[Arm, Start], graphs: ExitStack) -> dict[Arm, Start]:
     """What launches each pass as a CUDA graph, on the current stream as long as ``graphs`` is open; a collective."""
+    from minidl.cuda.capture import Room
+
     timer, room = DeviceTimer(), Room()
     return {arm: graphs.enter_context(timer.captured([work], room))[0] for arm, work in arms.items()}
 
