@@ -35,7 +35,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -274,8 +274,13 @@ def started(make: Callable[[], Any]) -> tuple[Any, float]:
     return peer, float(peer())
 
 
-def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, tuple[Ready, Ready]]:
-    """PyTorch's steps, with and without messages, which compute what ours does; a collective."""
+def peers_of(
+    a: argparse.Namespace, setup: Setup, ours: Ours, loss: float, until: ExitStack
+) -> dict[str, tuple[Ready, Ready]]:
+    """PyTorch's steps, with and without messages, which compute what ours does, as long as ``until`` is open.
+
+    A collective.
+    """
     if not a.peers:
         return {}
     from benchmarks.ddp import Peer
@@ -289,6 +294,7 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
         if peers[compiled] is None:
             continue
         peer, own = peers[compiled]
+        until.callback(peer.close)
         losses = ours.comm.share(own)
         if not math.isclose(statistics.mean(losses), loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)):
             if ours.comm.rank == 0:
@@ -298,6 +304,25 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
         if steps is not None:
             found[name] = (steps[0], nothing), (steps[1], nothing)
     return found
+
+
+def turns(
+    a: argparse.Namespace, comm: Communicator, steps: Mapping[str, tuple[Ready, Ready]], device: str
+) -> dict[str, list[tuple[float, ...]]]:
+    """What `crossed` finds of each, block by block; a collective."""
+
+    def settle() -> None:
+        if device == "cuda":
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+    for block in range(a.blocks + 1):
+        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
+            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
+            samples[name] += [ms] * bool(block)
+    return samples
 
 
 def measure(
@@ -310,21 +335,11 @@ def measure(
     ours = Ours(setup, comm, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
-    steps = peers_of(a, setup, ours, loss)
-    silent = ours.ready(None)
-    steps |= {name: (ours.ready(arm), silent) for name, arm in arms.items()}
-
-    def settle() -> None:
-        if setup.device == "cuda":
-            import cupy
-
-            cupy.cuda.Device().synchronize()
-
-    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-    for block in range(a.blocks + 1):
-        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
-            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
-            samples[name] += [ms] * bool(block)
+    with ExitStack() as peers:
+        steps = peers_of(a, setup, ours, loss, peers)
+        silent = ours.ready(None)
+        steps |= {name: (ours.ready(arm), silent) for name, arm in arms.items()}
+        samples = turns(a, comm, steps, setup.device)
     times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
     watched = next(iter(arms))
     waited = {watched: ours.waited(arms[watched])}
