@@ -11,7 +11,7 @@ order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside pro
 short it is; default: as `Model` lets them, which is ``soon`` but for links, whose messages wait for passes that bear
 them (`minidl.messages.neighbourhood.departures`). fp32 or bf16: how gradients are sent. ``sums``: those of large fully
 connected layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own
-kernels where they have a route; links8: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
+kernels where they have a route), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -60,7 +60,7 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links", "links/soon", "links/hold", "links/near", "links/bf16", "links8", "nccl"],
+    "cuda": ["links", "links/soon", "links/hold", "links/near", "links/bf16", "nccl"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
 NEAR = "near"

@@ -257,12 +257,12 @@ def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
 def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
     content = load(ALL_REDUCES[0])
     sums = sums_of(content, "all-reduces")
-    assert sums.ranks == 2 and list(sums.engines) == ["links", "links8", "nccl"]
+    assert sums.ranks == 2 and list(sums.engines) == ["links", "nccl"]
     assert sums.points() == sums.points("links")
     took = {(row["bytes"], row["arm"]): row["ms"] for row in content["rows"]}
-    for nbytes, ms in sums.points("links8"):  # of two ranks each sends what it holds
-        arm = ipc.ROUTES["links8"].way(nbytes, 2)
-        assert ms == took[nbytes, "two-shot-8" if arm == "two-shot" else arm]
+    for nbytes, ms in sums.points("links"):  # of two ranks each sends what it holds
+        arm = ipc.ROUTES["links"].way(nbytes, 2)
+        assert ms == took[nbytes, "two-shot-16" if arm == "two-shot" else arm]
     assert (
         dict(sums.points("nccl"))[4 << 20] == next(r for r in content["rows"] if r["bytes"] == 4 << 20)["peers"]["nccl"]
     )
