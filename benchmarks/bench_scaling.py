@@ -6,12 +6,11 @@
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
-order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
-``soon``, ``hold``: messages start when they are complete, or wait for the next long pass that only moves bytes, however
-short it is; default: as `Model` lets them, which is ``soon`` but for links, whose messages wait for passes that bear
-them (`minidl.messages.neighbourhood.departures`). fp32 or bf16: how gradients are sent. ``sums``: those of large fully
-connected layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own
-kernels where they have a route), nccl; on CPUs: shm, mpi.
+order. GROUP: so many MiB (default: as `Model` takes it). ``soon``, ``hold``: messages start when they are complete, or
+wait for the next long pass that only moves bytes, however short it is; default: as `Model` lets them, which is ``soon``
+but for links, whose messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`). fp32 or bf16:
+how gradients are sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors
+travel else. Engines on GPUs: links (sums by our own kernels where they have a route), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -29,7 +28,6 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import re
 import statistics
 import sys
 import time
@@ -51,7 +49,6 @@ from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
-from minidl.messages.neighbourhood import by_neighbourhood
 from minidl.precision import precision
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
@@ -60,10 +57,9 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links", "links/soon", "links/hold", "links/near", "links/bf16", "nccl"],
+    "cuda": ["links", "links/soon", "links/hold", "links/bf16", "nccl"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
-NEAR = "near"
 SUMS = "sums"
 STARTS = ("soon", "hold")
 SYNTAX = "ENGINE[/GROUP][/fp32|bf16][/soon|hold][/sums]"
@@ -100,7 +96,7 @@ class Pair(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """How messages go; ``group`` in MiB, or ``near``; None: as `Model` takes it."""
+    """How messages go; ``group`` in MiB; None: as `Model` takes it."""
 
     engine: str
     group: str | None
@@ -114,7 +110,7 @@ class Arm(NamedTuple):
         known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
+        groups = [part for part in rest if part.isdecimal()]
         words = ("fp32", "bf16"), STARTS, (SUMS,)
         choices = groups, *([part for part in rest if part in some] for some in words)
         if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
@@ -170,17 +166,9 @@ class Ours:
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
         arena.departures = self.departures[arm.start]
-        arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
+        group_bytes = self.tuned_bytes if arm.group is None else int(arm.group) << 20
+        arena.connect(comm, group_bytes, precision(arm.dtype).storage)
         arena.settle()
-
-    def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
-        """As `Model` takes it."""
-        if arm.group is None:
-            return self.tuned_bytes
-        if arm.group == NEAR:
-            itemsize = self.step.model.precision.storage.itemsize
-            return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        return int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -353,7 +341,6 @@ def row(
     its, images = times[name], setup.batch * setup.ranks
     messages, waiting = ours.messages[str(arm)]
     low, added, high = its.added
-    tuned = "tuned" if isinstance(ours.tuned_bytes, Mapping) else f"{ours.tuned_bytes / (1 << 20):g}"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
@@ -361,7 +348,7 @@ def row(
         "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
         "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
         "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": messages, "waiting": waiting,
-        "group": arm.group or tuned, "message_dtype": arm.dtype,
+        "group": arm.group or f"{ours.tuned_bytes / (1 << 20):g}", "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},

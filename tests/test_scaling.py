@@ -12,7 +12,7 @@ from minidl import cli
 from minidl.bench.simulate import measurements, node_counts
 from minidl.dist import ipc
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
-from minidl.messages.neighbourhood import TAIL_BYTES, by_neighbourhood, cut
+from minidl.messages.neighbourhood import TAIL_BYTES, cut
 from minidl.model import Model
 from minidl.models import resnet50
 from minidl.profile import scaling
@@ -21,7 +21,6 @@ from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs
 from minidl.profile.scaling import (
-    NEAR,
     NO_INTERFERENCE,
     Interference,
     LayerTimes,
@@ -168,8 +167,8 @@ def test_messages_are_cut_as_a_model_cuts_them():
     layers = [LayerTimes(n.name, 0.1, 0.1, n.nbytes, n.flop, n.bytes) for n in model.neighbours()]
     step = StepTimes("resnet50/b32", 32, 5.0, tuple(layers), 0.1, itemsize=2)
     counts = set()
-    for asked in (0, 4 << 20, 25 << 20, NEAR, 1 << 40):
-        model.arena.connect(model.comm, by_neighbourhood(model.neighbours(), 2) if asked == NEAR else asked)
+    for asked in (0, 1 << 20, 4 << 20, 25 << 20, 1 << 40):
+        model.arena.connect(model.comm, asked)
         sent = [message.layers for message in simulate(step, free, 1, asked).messages]
         assert sent == [message.layers for message in model.arena.messages]
         counts.add(len(sent))
@@ -192,8 +191,10 @@ def test_what_is_left_at_last_is_a_message_of_at_most_a_megabyte(rng):
     for _ in range(50):
         layers = [(str(i), int(nbytes)) for i, nbytes in enumerate(rng.integers(0, 9 * mib, rng.integers(1, 40)))]
         group = int(rng.integers(2 * mib, 30 * mib))
-        plain = cut(layers, dict.fromkeys((name for name, _ in layers), group))
-        found, sizes = cut(layers, group), dict(layers)
+        found, sizes, plain = cut(layers, group), dict(layers), [()]
+        for name in sizes:
+            plain += [()] * (sum(map(sizes.get, plain[-1])) >= group)
+            plain[-1] += (name,)
         assert [name for names in found for name in names] == [name for name, _ in layers]
         assert len(found) in (len(plain), len(plain) + 1) and found[: len(plain) - 1] == plain[:-1]
         if len(found) > len(plain):

@@ -27,7 +27,6 @@ import numpy as np
 from minidl import checks
 from minidl.dist import Communicator
 from minidl.dist.communicator import by_kernels, capturable, place
-from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
@@ -63,24 +62,16 @@ Arm = tuple[str, int]  # the kind of compute beside messages of so many bytes
 Start = Callable[[], None]
 
 
-def group_bytes(
-    ops: ModuleType, comm: Communicator, layers: Sequence[Neighbour] = (), itemsize: int = 4
-) -> int | dict[str, int]:
+def group_bytes(ops: ModuleType, comm: Communicator) -> int:
     """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
     Where messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`) what is usual was best:
     what runs beside a message is then not what comes next.
-
-    Args:
-        layers, itemsize: as for `by_neighbourhood`, which is followed where neighbourhoods were measured apart.
     """
     record = kept(ops, comm) if comm.size > 1 and not by_kernels(comm) else None
     if record is None:
         return ON_GPUS if ops.name == "cuda" and comm.size > 1 else DEFAULT_BYTES
-    apart = record["beside"]
-    if not apart or not layers:
-        return record["group_bytes"]
-    return by_neighbourhood(layers, itemsize, apart["memory"]["group_bytes"], apart["products"]["group_bytes"])
+    return record["group_bytes"]
 
 
 def kept(ops: ModuleType, comm: Communicator) -> Record | None:

@@ -30,7 +30,7 @@ def tables():
 def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     out = tmp_path / "out" / "scaling.json"
-    arms = ["shm/near", "mpi/0/hold", "shm/bf16/1"]
+    arms = ["shm/4", "mpi/0/hold", "shm/bf16/1"]
     options = ["--device", "cpu", "--cases", "lenet/4", "resnet20/2/sync", "--arms", *arms, "--peers"]
     done = job.run_program([SCRIPT, *options, "--blocks", "2", "--steps", "1", "--json", str(out)], 2, tmp_path)
     assert done.status == 0, done.output
@@ -46,7 +46,7 @@ def test_every_arm_has_a_row_beside_the_step_without_messages(tables, tmp_path, 
         assert (row["exposed_by_events_ms"] is None) == (row["arm"] != arms[0])
     assert rows[1]["messages"] > rows[0]["messages"] >= 1 and rows[2]["message_dtype"] == "bf16"
     assert rows[4]["messages"] > rows[4]["waiting"] > 0 == rows[3]["waiting"] == rows[5]["waiting"]
-    assert [row["group"] for row in rows[:3]] == ["near", "0", "1"]
+    assert [row["group"] for row in rows[:3]] == ["4", "0", "1"]
     found = [line.split(" | ") for line in tables.ways([content]).splitlines()[2:]]
     assert [line[2:5] for line in found] == [
         [f"{row['exposed_ms']:.2f}" for row in case] for case in (rows[:3], rows[3:])
