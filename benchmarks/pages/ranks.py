@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from pages.files import Row, load, machine_of, machines, table
+from pages.files import NOTHING, Row, load, machine_of, machines, table
 
 __all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus", "ways"]
 
@@ -96,7 +96,7 @@ def ways(files: Iterable[File]) -> str:
             added = {row["arm"]: f"{row['exposed_ms']:.2f}" for row in rows}
             lines.append([case, str(ranks), *(added.get(arm, "") for arm in arms), str(file["commit"])])
         parts.append(table(["ms added, by way", "ranks", *arms, "commit"], lines))
-    return "\n\n".join(parts)
+    return "\n\n".join(parts) or NOTHING
 
 
 def all_reduces() -> str:
