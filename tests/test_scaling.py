@@ -230,7 +230,7 @@ def test_interference_is_read_off_what_tune_comm_measured():
             ms = simulate(step, cluster, 1, size, interference=planted).ms
             exchange = alone[size] * 64 * mib / size
             groups.append({"bytes": size, "step_ms": ms, "exposed_ms": ms - step.ms, "alone_ms": exchange})
-        record["beside"][kind] = {"groups": groups}
+        record["beside"][kind] = groups
     assert tuned_interference(record) == planted and str(planted) == "0.5,0.2,4"
 
 

@@ -361,7 +361,7 @@ def tuned_interference(record: Mapping[str, Any]) -> Interference:
     """
     cases = []
     for kind, flop in (("products", 1 << 40), ("memory", 0)):
-        groups = record["beside"][kind]["groups"]
+        groups = record["beside"][kind]
         total, layer_bytes = groups[-1]["bytes"], groups[0]["bytes"]
         alone = {g["bytes"]: g["alone_ms"] * g["bytes"] / total for g in groups}  # of one message
         points = tuple((wire_bytes(size, record["ranks"]), ms) for size, ms in sorted(alone.items()))
