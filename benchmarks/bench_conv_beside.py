@@ -21,9 +21,9 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.bench_conv import NETWORKS, PASSES, PRECISIONS, Arrays, Layer, checked, passes_of, row_of
+from benchmarks.beside import Run, Traffic
 from minidl import cuda as ops
 from minidl import dist
-from minidl.bench.beside import Run, Traffic
 from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run

@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import cli, dist
+from minidl import cli, dist, training
 from minidl.bench.setup import device_of
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -61,7 +61,7 @@ def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | No
         ]  # fmt: skip
     where = ["--device", a.device, "--workers", str(a.workers), "--output", str(folder)]
     parsed = cli.parser().parse_args(["train", *what, "--precision", mode, *where])
-    row = cli.train(parsed)
+    row = training.train(parsed)
     if dist.world().rank != 0:
         return None
     reports = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

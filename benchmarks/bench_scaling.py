@@ -6,12 +6,11 @@
 A case is MODEL/BATCH of each rank, or MODEL/BATCH/sync: with batch norms that take the statistics of all ranks.
 A step is forward, loss, backward, sums of gradients and update of a resident batch per rank, fused as in training; on
 GPUs it is replayed as a CUDA graph. An arm is a way of the messages: ENGINE, then what differs from the default, in any
-order. GROUP: so many MiB (``near``: 4 beside memory-bound layers, 25 beside products; default: as `Model` takes it).
-``soon``, ``hold``: messages start when they are complete, or wait for the next long pass that only moves bytes, however
-short it is; default: as `Model` lets them, which is ``soon`` but for links, whose messages wait for passes that bear
-them (`minidl.messages.neighbourhood.departures`). fp32 or bf16: how gradients are sent. ``sums``: those of large fully
-connected layers are added up as well, in whose place factors travel else. Engines on GPUs: links (sums by our own
-kernels where they have a route; links8: of so many blocks at most, not 16), nccl; on CPUs: shm, mpi.
+order. GROUP: so many MiB (default: as `Model` takes it). ``soon``, ``hold``: messages start when they are complete, or
+wait for the next long pass that only moves bytes, however short it is; default: as `Model` lets them, which is ``soon``
+but for links, whose messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`). fp32 or bf16:
+how gradients are sent. ``sums``: those of large fully connected layers are added up as well, in whose place factors
+travel else. Engines on GPUs: links (sums by our own kernels where they have a route), nccl; on CPUs: shm, mpi.
 
 All arms and PyTorch's steps take turns on the same batch, in another order from block to block. A GPU at its power
 limit slows down for some tenths of a second, and is faster after a lighter moment: so each turn begins with steps that
@@ -29,13 +28,12 @@ from __future__ import annotations
 import argparse
 import math
 import random
-import re
 import statistics
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,7 +49,6 @@ from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
 from minidl.layers import BatchNorm2d
-from minidl.messages.neighbourhood import by_neighbourhood
 from minidl.precision import precision
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
@@ -60,10 +57,9 @@ from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
 ARMS = {
-    "cuda": ["links", "links/soon", "links/hold", "links/near", "links/bf16", "links8", "nccl"],
+    "cuda": ["links", "links/soon", "links/hold", "links/bf16", "nccl"],
     "cpu": ["shm", "shm/0", "mpi", "mpi/0"],
 }
-NEAR = "near"
 SUMS = "sums"
 STARTS = ("soon", "hold")
 SYNTAX = "ENGINE[/GROUP][/fp32|bf16][/soon|hold][/sums]"
@@ -100,7 +96,7 @@ class Pair(NamedTuple):
 
 
 class Arm(NamedTuple):
-    """How messages go; ``group`` in MiB, or ``near``; None: as `Model` takes it."""
+    """How messages go; ``group`` in MiB; None: as `Model` takes it."""
 
     engine: str
     group: str | None
@@ -114,7 +110,7 @@ class Arm(NamedTuple):
         known = ipc.ROUTES if device == "cuda" else ("shm", "mpi")
         if engine not in known:
             raise checks.unknown("engine of an arm", engine, known)
-        groups = [part for part in rest if re.fullmatch(rf"{NEAR}|\d+", part)]
+        groups = [part for part in rest if part.isdecimal()]
         words = ("fp32", "bf16"), STARTS, (SUMS,)
         choices = groups, *([part for part in rest if part in some] for some in words)
         if sum(map(len, choices)) < len(rest) or max(map(len, choices)) > 1:
@@ -170,17 +166,9 @@ class Ours:
             comm = comm.control
         arena.factored = self.factored if arm.factors else {}
         arena.departures = self.departures[arm.start]
-        arena.connect(comm, self.group_bytes(arm), precision(arm.dtype).storage)
+        group_bytes = self.tuned_bytes if arm.group is None else int(arm.group) << 20
+        arena.connect(comm, group_bytes, precision(arm.dtype).storage)
         arena.settle()
-
-    def group_bytes(self, arm: Arm) -> int | Mapping[str, int]:
-        """As `Model` takes it."""
-        if arm.group is None:
-            return self.tuned_bytes
-        if arm.group == NEAR:
-            itemsize = self.step.model.precision.storage.itemsize
-            return by_neighbourhood(self.step.model.neighbours(), itemsize)
-        return int(arm.group) << 20
 
     def ready(self, arm: Arm | None) -> Ready:
         """A step as the arm takes it; None: without messages. A collective."""
@@ -274,8 +262,13 @@ def started(make: Callable[[], Any]) -> tuple[Any, float]:
     return peer, float(peer())
 
 
-def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> dict[str, tuple[Ready, Ready]]:
-    """PyTorch's steps, with and without messages, which compute what ours does; a collective."""
+def peers_of(
+    a: argparse.Namespace, setup: Setup, ours: Ours, loss: float, until: ExitStack
+) -> dict[str, tuple[Ready, Ready]]:
+    """PyTorch's steps, with and without messages, which compute what ours does, as long as ``until`` is open.
+
+    A collective.
+    """
     if not a.peers:
         return {}
     from benchmarks.ddp import Peer
@@ -289,6 +282,7 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
         if peers[compiled] is None:
             continue
         peer, own = peers[compiled]
+        until.callback(peer.close)
         losses = ours.comm.share(own)
         if not math.isclose(statistics.mean(losses), loss, rel_tol=TOLERANCE.get(setup.precision, 3e-2)):
             if ours.comm.rank == 0:
@@ -298,6 +292,25 @@ def peers_of(a: argparse.Namespace, setup: Setup, ours: Ours, loss: float) -> di
         if steps is not None:
             found[name] = (steps[0], nothing), (steps[1], nothing)
     return found
+
+
+def turns(
+    a: argparse.Namespace, comm: Communicator, steps: Mapping[str, tuple[Ready, Ready]], device: str
+) -> dict[str, list[tuple[float, ...]]]:
+    """What `crossed` finds of each, block by block; a collective."""
+
+    def settle() -> None:
+        if device == "cuda":
+            import cupy
+
+            cupy.cuda.Device().synchronize()
+
+    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
+    for block in range(a.blocks + 1):
+        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
+            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
+            samples[name] += [ms] * bool(block)
+    return samples
 
 
 def measure(
@@ -310,21 +323,11 @@ def measure(
     ours = Ours(setup, comm, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss
-    steps = peers_of(a, setup, ours, loss)
-    silent = ours.ready(None)
-    steps |= {name: (ours.ready(arm), silent) for name, arm in arms.items()}
-
-    def settle() -> None:
-        if setup.device == "cuda":
-            import cupy
-
-            cupy.cuda.Device().synchronize()
-
-    samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
-    for block in range(a.blocks + 1):
-        for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
-            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
-            samples[name] += [ms] * bool(block)
+    with ExitStack() as peers:
+        steps = peers_of(a, setup, ours, loss, peers)
+        silent = ours.ready(None)
+        steps |= {name: (ours.ready(arm), silent) for name, arm in arms.items()}
+        samples = turns(a, comm, steps, setup.device)
     times = {name: Pair(*(Timing(side) for side in zip(*found, strict=True))) for name, found in samples.items()}
     watched = next(iter(arms))
     waited = {watched: ours.waited(arms[watched])}
@@ -338,7 +341,6 @@ def row(
     its, images = times[name], setup.batch * setup.ranks
     messages, waiting = ours.messages[str(arm)]
     low, added, high = its.added
-    tuned = "tuned" if isinstance(ours.tuned_bytes, Mapping) else f"{ours.tuned_bytes / (1 << 20):g}"
     peers = {peer: times[peer] for peer in PEERS if peer in times}
     return {
         "case": setup.title + ", synchronised" * ours.synchronised, "pass": "step", "dtype": setup.precision,
@@ -346,7 +348,7 @@ def row(
         "fusion": setup.fusion, "images_per_s": images / its.messages.ms * 1e3, "efficiency": its.efficiency,
         "alone_ms": its.messages.ms - added, "alone_spread": its.alone.spread, "exposed_ms": added,
         "exposed_range_ms": high - low, "exposed_by_events_ms": waited, "messages": messages, "waiting": waiting,
-        "group": arm.group or tuned, "message_dtype": arm.dtype,
+        "group": arm.group or f"{ours.tuned_bytes / (1 << 20):g}", "message_dtype": arm.dtype,
         "factors": [name for name, most in ours.factored.items() if arm.factors and images <= most],
         "parameters": ours.step.model.num_parameters,
         "peers": {peer: its.messages.ms for peer, its in peers.items()},

@@ -117,6 +117,10 @@ class Peer:
             step()
         return found
 
+    def close(self) -> None:
+        """Let go of the graphs: NCCL waits for those that hold its messages before a process group ends."""
+        self._graphs.close()
+
     def _captured(self, step: Callable[[], Any]) -> Callable[[], Any]:
         for _ in range(_FIRST_STEPS):
             step()

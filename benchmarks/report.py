@@ -73,6 +73,7 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "all-reduces": ranks.all_reduces,
         "sums of GPUs": lambda: ranks.sums_of_gpus(everywhere("bench_all_reduce")),
         "scaling": lambda: ranks.scaling(everywhere("bench_scaling")),
+        "ways": lambda: ranks.ways(everywhere("bench_scaling")),
         "shared layers": ranks.shared_layers,
     },
     "docs/fusion.md": {

@@ -1,50 +1,52 @@
-"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`; `VERBS` lists them."""
+"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
-from minidl import checkpoint, dist, pruning, training
-from minidl.bench import command as bench
-from minidl.bench import compare_backends, doctor, plan, simulate, tuning, warm
+from minidl import checkpoint, dist
 from minidl.config import Help, use_config
 from minidl.dist import abort
-from minidl.fusion import command as fusing
-from minidl.profile import plots
-from minidl.training import train
 
-__all__ = ["VERBS", "main", "parser", "train"]
+__all__ = ["VERBS", "main", "parser"]
 
-VERBS: dict[str, tuple[Any, str]] = {
-    "train": (training, "train a network"),
-    "prune": (pruning, "train a network while it is pruned"),
-    "plan": (plan, "what a limit of GPU memory costs"),
-    "bench": (bench, "measure layers, networks and the machine"),
-    "fuse": (fusing, "what batch-norm fusion saves"),
-    "plot": (plots, "pictures of what was measured"),
-    "compare-backends": (compare_backends, "the same network on two devices, layer by layer"),
-    "tune": (tuning, "measure what this machine is best told, and keep it"),
-    "warm": (warm, "compile a network's kernels ahead"),
-    "simulate": (simulate, "what a step would take on many hosts, from measured layers"),
-    "doctor": (doctor, "what this machine has, which wheel is missing; under a launcher, what lies between the ranks"),
+VERBS = {
+    "train": ("training", "train a network"),
+    "prune": ("pruning", "train a network while it is pruned"),
+    "plan": ("bench.plan", "what a limit of GPU memory costs"),
+    "bench": ("bench.command", "measure layers, networks and the machine"),
+    "fuse": ("fusion.command", "what batch-norm fusion saves"),
+    "plot": ("profile.plots", "pictures of what was measured"),
+    "compare-backends": ("bench.compare_backends", "the same network on two devices, layer by layer"),
+    "tune": ("bench.tuning", "measure what this machine is best told, and keep it"),
+    "warm": ("bench.warm", "compile a network's kernels ahead"),
+    "simulate": ("bench.simulate", "what a step would take on many hosts, from measured layers"),
+    "doctor": (
+        "bench.doctor",
+        "what this machine has, which wheel is missing; under a launcher, what lies between the ranks",
+    ),
 }
 _ALIASES = {"doctor": ["info"]}
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
-def parser() -> argparse.ArgumentParser:
-    """All verbs and their options."""
+def parser(only: str | None = None) -> argparse.ArgumentParser:
+    """All verbs and the options of each, or of one ``only``."""
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
     top = argparse.ArgumentParser(prog="minidl", description=about)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, about) in VERBS.items():
-        p = verbs.add_parser(name, help=about, formatter_class=Help, aliases=_ALIASES.get(name, []))
-        module.add_arguments(p)
-        p.set_defaults(run=module.run)
+        aliases = _ALIASES.get(name, [])
+        p = verbs.add_parser(name, help=about, formatter_class=Help, aliases=aliases)
+        if only in (None, name, *aliases):
+            verb = importlib.import_module(f"minidl.{module}")
+            verb.add_arguments(p)
+            p.set_defaults(run=verb.run)
     return top
 
 
@@ -64,8 +66,8 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
-    top = parser()
     argv = sys.argv[1:] if argv is None else argv
+    top = parser(only=argv[0] if argv else "")
     if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2

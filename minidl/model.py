@@ -53,9 +53,8 @@ class Model(checks.Told):
         store: where tensors saved for backward live.
         profiler: sees every pass of every layer.
         group_bytes: neighbouring layers share a gradient message until it holds this many bytes; 0: one per layer.
-            By layer: what is enough for a message that ends there (`minidl.messages.neighbourhood.by_neighbourhood` of
-            `neighbours`). None: between the GPUs of a host that see each other's memory 25 MiB; else what
-            `minidl tune comm` measured on this machine, or 4 MiB, on GPUs 25 MiB.
+            None: between the GPUs of a host that see each other's memory 25 MiB; else what `minidl tune comm` measured
+            on this machine, or 4 MiB, on GPUs 25 MiB.
         factors: on several GPUs, the rows whose product a large fully connected layer's gradient is may travel in its
             place, where they take less (`minidl.messages.factors`); sums then differ in their last bits. They are not
             used with micro-batches, gradients in the momentum, gradients looked at for NaN, or a limit of memory.
@@ -78,7 +77,7 @@ class Model(checks.Told):
         frozen: Sequence[str] = (),
         store: TensorStore | None = None,
         profiler: Profiler = NULL_PROFILER,
-        group_bytes: int | Mapping[str, int] | None = None,
+        group_bytes: int | None = None,
         factors: bool = True,
         message_dtype: str = "fp32",
         input_grad: bool = False,
@@ -116,9 +115,8 @@ class Model(checks.Told):
         pool_beside(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
-        layers = self.neighbours() if comm.size > 1 else ()
         if group_bytes is None:
-            group_bytes = grouping.group_bytes(self.ops, comm, layers, self.precision.storage.itemsize)
+            group_bytes = grouping.group_bytes(self.ops, comm)
         sent = parse_precision(message_dtype).storage
         self.arena.factored = self._factored(sent.itemsize) if factors and comm.size > 1 else {}
         if by_kernels(comm):

@@ -204,14 +204,10 @@ class Arena:
 
     # -- one backward pass ------------------------------------------------------------------------------------------
 
-    def connect(
-        self, comm: Communicator, group_bytes: int | Mapping[str, int] = 0, message_dtype: np.dtype = float32
-    ) -> None:
+    def connect(self, comm: Communicator, group_bytes: int = 0, message_dtype: np.dtype = float32) -> None:
         """Cut the gradients into messages: neighbouring layers share one until it holds ``group_bytes``.
 
         Args:
-            group_bytes: or, by layer, what is enough for a message that ends there
-                (`minidl.messages.neighbourhood.by_neighbourhood`).
             message_dtype: bfloat16 sends each gradient rounded to it, half the bytes; the sums are rounded as well.
                 With u = 2^-8 the error of a sum over ranks is at most u (sum |g| + |sum g|) (1 + 2u) where the engine
                 adds in float32 and rounds once (mpi, and shm on one host; on several hosts sum |g| counts twice);

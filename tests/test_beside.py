@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from minidl.bench.beside import MOST, TRIES, outlasted
+from benchmarks.beside import MOST, TRIES, outlasted
 
 
 class Ranks:

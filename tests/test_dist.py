@@ -13,7 +13,6 @@ import pytest
 from minidl import backend, launch
 from minidl.dist import (
     SOLO,
-    facts,
     init,
     launched_size,
     mpiexec,
@@ -22,6 +21,7 @@ from minidl.dist import (
     world,
 )
 from minidl.dist.agree import rank_list, together
+from minidl.dist.doctor import facts
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
 from minidl.precision import bfloat16

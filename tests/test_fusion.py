@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import cli, fusion, models
+from minidl import cli, fusion, models, training
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion.plans import candidates, modes_of, way_of
 from minidl.graph import scope
@@ -462,7 +462,7 @@ def test_training_with_fusion_gives_the_figures_of_training_without(tmp_path):
     rows = []
     for how in fusion.PLANS:
         options = ["--model", "resnet20", "--epochs", "1", "--batch", "256", "--device", "cpu", "--fusion", how]
-        rows.append(cli.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
+        rows.append(training.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
     for name, row in itertools.product(("train_loss", "test_loss"), rows[1:]):
         assert row[name] == pytest.approx(rows[0][name], rel=2e-3), name
 

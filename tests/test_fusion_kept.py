@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import cli, data, fusion, models
+from minidl import cli, data, fusion, models, training
 from minidl.fusion import cost, kept
 from minidl.fusion.apply import machine_of
 from minidl.fusion.groups import groups
@@ -101,9 +101,9 @@ def test_tuning_keeps_a_plan_that_training_takes(cache, tmp_path, capsys):
     assert plan.setting["batch"] == 2 and fusion.Plan.load(next(cache.glob("fusion/*.json"))) == plan
     options = ["train", "--model", "resnet20", "--data", "synthetic", "--image-size", "8", "--samples", "20"]
     options += ["--epochs", "1", "--device", "cpu", "--output", str(tmp_path / "run"), "--fusion", str(path)]
-    cli.train(cli.parser().parse_args([*options, "--batch", "2"]))
+    training.train(cli.parser().parse_args([*options, "--batch", "2"]))
     with pytest.raises(ValueError, match="measured for batch 2, this is 4; measure anew"):
-        cli.train(cli.parser().parse_args([*options, "--batch", "4"]))
+        training.train(cli.parser().parse_args([*options, "--batch", "4"]))
 
 
 @pytest.mark.parametrize("plan", [*fusion.PLANS, "auto"])

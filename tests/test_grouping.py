@@ -12,7 +12,6 @@ from minidl.backend import get_ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
-from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
 from minidl.profile import grouping
 from tests.dist import job
 
@@ -94,43 +93,11 @@ def test_on_gpus_products_and_passes_that_the_memory_bounds_take_turns_and_stand
     assert found == {"both": ["conv2d", "activation"], "products": ["conv2d"], "memory": ["activation"]}
 
 
-def chain(*layers):
-    """Layers in backward order: (bytes sent, whether products bound it)."""
-    return [
-        Neighbour(f"layer{i}", nbytes, 10**9 if products else 0, 1000) for i, (nbytes, products) in enumerate(layers)
-    ]
-
-
-def test_messages_beside_products_are_large_and_beside_the_rest_small():
-    """What counts is what runs while a message travels: the layers behind it."""
-    rest = [(100, False)] * 40
-    layers = chain(*[(100, True)] * 20, *rest)
-    enough = by_neighbourhood(layers, 2, 400, 1500)
-    assert [enough[f"layer{i}"] for i in (0, 10, 15)] == [1500, 1500, 1500]
-    assert [enough[f"layer{i}"] for i in (19, 20, 40, 55)] == [400, 400, 400, 400]
-
-
-def test_the_last_messages_shrink_to_a_share_of_the_small_ones():
-    layers = chain(*[(100, True)] * 40)
-    enough = list(by_neighbourhood(layers, 2, 400, 2000).values())
-    left = [100 * (39 - i) for i in range(40)]
-    assert enough[:19] == [2000] * 19 and enough[20:39] == [max(100, min(2000, n)) for n in left[20:39]]
-    assert sorted(enough, reverse=True) == enough
-
-
-def test_layers_that_send_nothing_are_neighbours_all_the_same():
-    layers = chain((100, True), *[(0, False), (100, True)] * 10)
-    assert set(by_neighbourhood(layers, 2, 400, 1500)) == {f"layer{i}" for i in range(0, 21, 2)}
-    slow = [layer if layer.nbytes else Neighbour(layer.name, 0, 0, 10**9) for layer in layers]
-    assert by_neighbourhood(slow, 2, 400, 1500)["layer0"] == 400
-
-
 def test_where_nothing_was_kept_gpus_send_larger_messages_than_cpus(cpu_ops, monkeypatch):
     monkeypatch.setattr(grouping, "kept", lambda ops, comm: None)
-    layers = chain(*[(1 << 20, True)] * 60)
-    assert grouping.group_bytes(get_ops("cuda"), Two(), layers, 2) == 25 << 20
-    assert grouping.group_bytes(cpu_ops, Two(), layers, 2) == 4 << 20
-    assert grouping.group_bytes(get_ops("cuda"), SOLO, layers, 2) == 4 << 20
+    assert grouping.group_bytes(get_ops("cuda"), Two()) == 25 << 20
+    assert grouping.group_bytes(cpu_ops, Two()) == 4 << 20
+    assert grouping.group_bytes(get_ops("cuda"), SOLO) == 4 << 20
 
 
 def test_layers_without_a_cost_are_cut_as_well(cpu_ops):
@@ -143,21 +110,6 @@ def test_layers_without_a_cost_are_cut_as_well(cpu_ops):
     graph.output(m.Linear(4, 2, name="fc2")(Plain(name="plain")(x)))
     found = m.Model(graph, comm=Two()).neighbours()
     assert [(layer.name, layer.flop > 0) for layer in found] == [("fc2", True), ("plain", False), ("fc1", True)]
-
-
-def test_a_model_is_cut_by_its_neighbourhoods_where_they_were_measured(cpu_ops):
-    comm = Two()
-    apart = {"memory": {"group_bytes": 4096}, "products": {"group_bytes": 16384}}
-    kept = record(cpu_ops, comm, 64) | {"beside": apart}
-    grouping.write(grouping._path(kept), kept)
-    model = m.Model(models.resnet20(), comm=comm)
-    layers = model.neighbours()
-    assert sum(layer.nbytes for layer in layers) == 4 * model.arena.trainable_size
-    expected = by_neighbourhood(layers, 4, 4096, 16384)
-    assert model.arena.group_bytes == expected
-    sent = [sum(layer.nbytes for layer in layers if layer.name in part.layers) for part in model.arena.messages]
-    assert sum(sent) == 4 * model.arena.trainable_size
-    assert all(n >= expected[part.layers[-1]] for n, part in list(zip(sent, model.arena.messages, strict=True))[:-1])
 
 
 @pytest.mark.mpi

@@ -63,6 +63,7 @@ LAYERS = {
     "adaptive": ((9, 8, 3), lambda: [m.AdaptiveAvgPool2d(1)]),
     "adaptive-parts": ((9, 8, 3), lambda: [m.AdaptiveAvgPool2d((3, 2))]),
     "adaptive-uneven": ((5, 8, 3), lambda: [m.AdaptiveAvgPool2d((3, 9))]),
+    "adaptive-uneven-across": ((6, 8, 3), lambda: [m.AdaptiveAvgPool2d((3, 5))]),
     "flatten": ((3, 4, 5), lambda: [m.StochasticDepth(0.1), m.Flatten(), m.Dropout(0.5), m.Linear(60, 7, bias=False)]),
     "pad": ((5, 6, 2), lambda: [m.Pad((1, -2, 0, 3), 0.5)]),
     "group-norm": ((4, 5, 6), lambda: [m.GroupNorm(3, 6)]),

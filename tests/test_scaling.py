@@ -12,7 +12,7 @@ from minidl import cli
 from minidl.bench.simulate import measurements, node_counts
 from minidl.dist import ipc
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
-from minidl.messages.neighbourhood import TAIL_BYTES, by_neighbourhood, cut
+from minidl.messages.neighbourhood import TAIL_BYTES, cut
 from minidl.model import Model
 from minidl.models import resnet50
 from minidl.profile import scaling
@@ -21,7 +21,6 @@ from minidl.profile.plots import save, simulated
 from minidl.profile.results import load
 from minidl.profile.runs import NotInFile, runs
 from minidl.profile.scaling import (
-    NEAR,
     NO_INTERFERENCE,
     Interference,
     LayerTimes,
@@ -168,8 +167,8 @@ def test_messages_are_cut_as_a_model_cuts_them():
     layers = [LayerTimes(n.name, 0.1, 0.1, n.nbytes, n.flop, n.bytes) for n in model.neighbours()]
     step = StepTimes("resnet50/b32", 32, 5.0, tuple(layers), 0.1, itemsize=2)
     counts = set()
-    for asked in (0, 4 << 20, 25 << 20, NEAR, 1 << 40):
-        model.arena.connect(model.comm, by_neighbourhood(model.neighbours(), 2) if asked == NEAR else asked)
+    for asked in (0, 1 << 20, 4 << 20, 25 << 20, 1 << 40):
+        model.arena.connect(model.comm, asked)
         sent = [message.layers for message in simulate(step, free, 1, asked).messages]
         assert sent == [message.layers for message in model.arena.messages]
         counts.add(len(sent))
@@ -192,8 +191,10 @@ def test_what_is_left_at_last_is_a_message_of_at_most_a_megabyte(rng):
     for _ in range(50):
         layers = [(str(i), int(nbytes)) for i, nbytes in enumerate(rng.integers(0, 9 * mib, rng.integers(1, 40)))]
         group = int(rng.integers(2 * mib, 30 * mib))
-        plain = cut(layers, dict.fromkeys((name for name, _ in layers), group))
-        found, sizes = cut(layers, group), dict(layers)
+        found, sizes, plain = cut(layers, group), dict(layers), [()]
+        for name in sizes:
+            plain += [()] * (sum(map(sizes.get, plain[-1])) >= group)
+            plain[-1] += (name,)
         assert [name for names in found for name in names] == [name for name, _ in layers]
         assert len(found) in (len(plain), len(plain) + 1) and found[: len(plain) - 1] == plain[:-1]
         if len(found) > len(plain):
@@ -229,7 +230,7 @@ def test_interference_is_read_off_what_tune_comm_measured():
             ms = simulate(step, cluster, 1, size, interference=planted).ms
             exchange = alone[size] * 64 * mib / size
             groups.append({"bytes": size, "step_ms": ms, "exposed_ms": ms - step.ms, "alone_ms": exchange})
-        record["beside"][kind] = {"groups": groups}
+        record["beside"][kind] = groups
     assert tuned_interference(record) == planted and str(planted) == "0.5,0.2,4"
 
 
@@ -257,12 +258,12 @@ def test_the_recorded_steps_of_two_and_four_gpus_are_met_within_five_per_cent():
 def test_all_reduces_of_each_engine_are_those_of_the_way_it_takes():
     content = load(ALL_REDUCES[0])
     sums = sums_of(content, "all-reduces")
-    assert sums.ranks == 2 and list(sums.engines) == ["links", "links8", "nccl"]
+    assert sums.ranks == 2 and list(sums.engines) == ["links", "nccl"]
     assert sums.points() == sums.points("links")
     took = {(row["bytes"], row["arm"]): row["ms"] for row in content["rows"]}
-    for nbytes, ms in sums.points("links8"):  # of two ranks each sends what it holds
-        arm = ipc.ROUTES["links8"].way(nbytes, 2)
-        assert ms == took[nbytes, "two-shot-8" if arm == "two-shot" else arm]
+    for nbytes, ms in sums.points("links"):  # of two ranks each sends what it holds
+        arm = ipc.ROUTES["links"].way(nbytes, 2)
+        assert ms == took[nbytes, "two-shot-16" if arm == "two-shot" else arm]
     assert (
         dict(sums.points("nccl"))[4 << 20] == next(r for r in content["rows"] if r["bytes"] == 4 << 20)["peers"]["nccl"]
     )

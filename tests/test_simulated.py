@@ -10,6 +10,7 @@ import pytest
 import minidl as m
 from minidl.dist import Communicator, Work
 from minidl.dist.simulated import AlphaBeta, SimulatedCommunicator, VirtualClock
+from minidl.step import EagerStep
 
 LINK = AlphaBeta(latency=1e-3, bandwidth=1e6)
 
@@ -99,6 +100,19 @@ def test_training_on_twins_is_training_alone(group_bytes, cpu_ops):
         ["fc+conv2+conv1"] if group_bytes else ["fc", "conv2", "conv1"]
     )
     assert comm.messages[-1].exposed > 0, "no compute passes on this clock, so all of it shows"
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_of_micro_batches_only_the_last_sends_gradients(accumulate, cpu_ops):
+    comm, rng = virtual(4), np.random.default_rng(0)
+    model = m.Model(network(), comm=comm, group_bytes=0)
+    step = EagerStep(model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(comm=comm), accumulate=accumulate)
+    for _ in range(2):
+        comm.messages.clear()
+        step(rng.standard_normal((6, 6, 6, 2)).astype("float32"), rng.integers(0, 3, 6).astype("int32"))
+        sent = [message for message in comm.messages if message.name in ("fc", "conv2", "conv1")]
+        assert [message.name for message in sent] == ["fc", "conv2", "conv1"]
+        assert sum(message.nbytes for message in sent) == model.arena.grad.nbytes
 
 
 @pytest.mark.parametrize("arguments", [dict(latency=-1, bandwidth=1), dict(latency=0, bandwidth=0)])

@@ -6,46 +6,55 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from pages.files import Row, load, machine_of, machines, table
+from pages.files import NOTHING, Row, load, machine_of, machines, table
 
-__all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus"]
+__all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus", "ways"]
 
 File = dict[str, Any]
 
-_COLUMNS = ["network, batch of a rank", "ranks", "way", "images/s", "efficiency", "adds ms", "against DDP"]
-_DDP = {
-    "torch-ddp": "DDP",
-    "torch-ddp-graph": "DDP, graph",
-    "torch-ddp-compile": "DDP, compiled",
-    "torch-ddp-compile-graph": "DDP, compiled, graph",
+_DDP = {  # and its efficiency
+    "torch-ddp": "DDP's images/s",
+    "torch-ddp-graph": "as a CUDA graph",
+    "torch-ddp-compile": "compiled",
+    "torch-ddp-compile-graph": "compiled, as a CUDA graph",
 }
 
 
 def sums_of_gpus(files: Iterable[File]) -> str:
-    """Microseconds of an all-reduce between GPUs of a host: the fastest of our ways beside NCCL, worst ratio first."""
-    lines = []
+    """Microseconds of an all-reduce between GPUs of a host: the fastest of our ways beside NCCL, largest first."""
+    sizes: dict[int, dict[int, list[str]]] = {}
     for file in files:
-        sizes: dict[int, list[Row]] = {}
+        found: dict[int, list[Row]] = {}
         for row in file["rows"]:
             if "nccl" in row["peers"]:
-                sizes.setdefault(row["bytes"], []).append(row)
-        for nbytes, rows in sizes.items():
+                found.setdefault(row["bytes"], []).append(row)
+        for nbytes, rows in found.items():
             best = min(rows, key=lambda row: row["ms"])
             nccl = best["peers"]["nccl"]
-            figures = [f"{best['ms'] * 1e3:.1f}", best["arm"], f"{nccl * 1e3:.1f}", f"{nccl / best['ms']:.2f}"]
-            lines.append((nccl / best["ms"], [f"{best['ranks']}", f"{nbytes >> 10:,}", *figures]))
-    lines.sort(key=lambda line: line[0])
-    return table(["GPUs", "KiB", "minidl us", "way", "NCCL us", "speed against NCCL"], [line for _, line in lines])
+            cells = [f"{best['ms'] * 1e3:.1f}", best["arm"], f"{nccl * 1e3:.1f}", f"{nccl / best['ms']:.2f}"]
+            sizes.setdefault(nbytes, {})[best["ranks"]] = cells
+    counts = sorted({ranks for cells in sizes.values() for ranks in cells})
+    head = ["KiB"]
+    for ranks in counts:
+        head += [f"{ranks} GPUs: us", "way", "NCCL's us", "speed against it"]
+    lines = [
+        [f"{nbytes / 1024:,g}", *(cell for ranks in counts for cell in cells.get(ranks, [""] * 4))]
+        for nbytes, cells in sorted(sizes.items(), reverse=True)
+    ]
+    return table(head, lines)
 
 
-def scaling(files: Iterable[File]) -> str:
-    """Training steps on several ranks beside the same without messages, and DDP: run by run, worst efficiency first."""
-    runs: dict[tuple[str, int, int], list[Row]] = {}
-    for i, file in enumerate(files):
+Run = tuple[tuple[str, int], File, list[Row]]  # (network with its type, ranks), the file, its rows of these
+
+
+def _runs(files: Iterable[File]) -> list[Run]:
+    """The cases of all files, in the order of networks, batches as numbers, ranks and dates."""
+    runs: dict[tuple[tuple[str, int], str], Run] = {}
+    for file in files:
         for row in file["rows"]:
-            runs.setdefault((f"{row['case']} {row['dtype']}", row["ranks"], i), []).append(row)
-    ordered = sorted(runs.items(), key=lambda run: [_numbers_apart(run[0][0]), *run[0][1:]])
-    return table(_COLUMNS, [[case, str(ranks), *cells] for (case, ranks, _), rows in ordered for cells in _run(rows)])
+            key = f"{row['case']} {row['dtype']}", row["ranks"]
+            runs.setdefault((key, file["date"]), (key, file, []))[2].append(row)
+    return sorted(runs.values(), key=lambda run: (_numbers_apart(run[0][0]), run[0][1], run[1]["date"]))
 
 
 def _numbers_apart(text: str) -> list[tuple[str, int]]:
@@ -53,24 +62,41 @@ def _numbers_apart(text: str) -> list[tuple[str, int]]:
     return [(word, int(part or 0)) for word, part in re.findall(r"(\D+)(\d*)", text)]
 
 
-def _run(rows: list[Row]) -> list[list[str]]:
-    """The arms of one run and DDP's, worst efficiency first."""
+def scaling(files: Iterable[File]) -> str:
+    """Training steps on several ranks, as they run by themselves, and DDP in the same run: the newest that has DDP."""
+    newest: dict[tuple[str, int], Run] = {}
+    for key, file, rows in _runs(files):
+        if key not in newest or rows[0]["peers"] or not newest[key][2][0]["peers"]:
+            newest[key] = key, file, rows
+    ddp = [name for name in _DDP if any(name in rows[0]["peers"] for *_, rows in newest.values())]
     lines = []
-    for row in rows:
-        best = min(row["peers"].values(), default=None)
-        cells = _step(row["arm"], row["images_per_s"], row["efficiency"], row["exposed_ms"])
-        lines.append((row["efficiency"], [*cells, f"{best / row['ms']:.2f}" if best else ""]))
-    with_peers = next((row for row in rows if row["peers"]), {"peers": {}})
-    for name in with_peers["peers"]:
-        rate, efficiency, added = (
-            with_peers[f"peer_{key}"][name] for key in ("images_per_s", "efficiency", "exposed_ms")
-        )
-        lines.append((efficiency, [*_step(_DDP[name], rate, efficiency, added), ""]))
-    return [cells for _, cells in sorted(lines, key=lambda line: line[0])]
+    for (case, ranks), file, (own, *_) in newest.values():
+        best = min(own["peers"].values(), default=None)
+        cells = [f"{own['images_per_s']:.0f}", f"{own['efficiency']:.1%}", f"{own['exposed_ms']:.2f}"]
+        for name in ddp:
+            rate, efficiency = (own[f"peer_{what}"].get(name) for what in ("images_per_s", "efficiency"))
+            cells.append(f"{rate:.0f} ({efficiency:.1%})" if rate else "")
+        speed = f"{best / own['ms']:.2f}" if best else ""
+        lines.append([case, str(ranks), *cells, speed, str(file["commit"])])
+    head = ["network, batch of a rank", "ranks", "images/s", "efficiency", "adds ms", *map(_DDP.get, ddp)]
+    return table([*head, "speed against the fastest", "commit"], lines)
 
 
-def _step(way: str, images_per_s: float, efficiency: float, added: float) -> list[str]:
-    return [way, f"{images_per_s:.0f}", f"{efficiency:.1%}", f"{added:.2f}"]
+def ways(files: Iterable[File]) -> str:
+    """What messages add to a step, by each way that was tried in a run: GPUs, then CPU ranks."""
+    tables: dict[bool, list[Run]] = {True: [], False: []}
+    for run in _runs(files):
+        if len(run[2]) > 2:
+            tables[bool(run[1]["machine"].get("gpu"))].append(run)
+    parts = []
+    for runs in filter(None, tables.values()):
+        arms = list(dict.fromkeys(row["arm"] for run in runs for row in run[2]))
+        lines = []
+        for (case, ranks), file, rows in runs:
+            added = {row["arm"]: f"{row['exposed_ms']:.2f}" for row in rows}
+            lines.append([case, str(ranks), *(added.get(arm, "") for arm in arms), str(file["commit"])])
+        parts.append(table(["ms added, by way", "ranks", *arms, "commit"], lines))
+    return "\n\n".join(parts) or NOTHING
 
 
 def all_reduces() -> str:

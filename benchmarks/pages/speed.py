@@ -26,11 +26,14 @@ _LEAST_MS = 0.008  # memory-bound operations that take less measure launches
 Found = tuple[float, str, Row]  # speed against the best peer, on which machine, and the row
 
 
-def _newest(benchmark: str, *what: str) -> list[tuple[str, Row]]:
-    """The machine and the row; of the same row twice, by case, machine, dtype and ``what``, the newest."""
+def _newest(benchmark: str, *what: str, beside: bool = False) -> list[tuple[str, Row]]:
+    """The machine and the row; of the same row twice, by case, machine, dtype and ``what``, the newest.
+
+    ``beside``: of those that stand beside peers.
+    """
     found = {}
     for file in sorted(everywhere(benchmark), key=lambda file: file["date"]):
-        for row in file["rows"]:
+        for row in (row for row in file["rows"] if row["peers"] or not beside):
             key = row["case"], machine_of(file), row["dtype"], *(row.get(name) for name in what)
             found[key] = machine_of(file), row
     return list(found.values())
@@ -38,7 +41,7 @@ def _newest(benchmark: str, *what: str) -> list[tuple[str, Row]]:
 
 def _beside_peers(benchmark: str, *what: str) -> list[Found]:
     """Worst first."""
-    rows = [(machine, row) for machine, row in _newest(benchmark, *what) if row["peers"]]
+    rows = _newest(benchmark, *what, beside=True)
     found = [(_peer(row)[1] / row["ms"], machine, row) for machine, row in rows]
     return sorted(found, key=lambda item: item[0])
 

@@ -16,8 +16,9 @@ import numpy as np
 from minidl import checks, dist
 from minidl.backend import get_ops
 from minidl.bench.setup import device_of, join
-from minidl.dist import Communicator, facts
+from minidl.dist import Communicator
 from minidl.dist.agree import by_value
+from minidl.dist.doctor import facts
 from minidl.dist.threads import available_cores
 from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_record, result, write

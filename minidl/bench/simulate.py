@@ -40,7 +40,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--network", metavar="US,GB/S", default="10,50", help="between hosts, of each rank")
     p.add_argument(
         "--group-mib", metavar="LIST",
-        help="bytes of a message in MiB: 0,4,25,near (0: each layer's own; near: by neighbourhood); default: several",
+        help="bytes of a message in MiB: 0,4,25 (0: each layer's own); default: several",
     )  # fmt: skip
     p.add_argument("--message-dtype", default="fp32", choices=["fp32", "bf16"])
     p.add_argument(
@@ -77,7 +77,9 @@ def run(a: argparse.Namespace) -> int:
 
 def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.Namespace) -> list[list[Outcome]]:
     """For each number of hosts the outcomes of all group sizes, the fastest first."""
-    groups = scaling.GROUPS if a.group_mib is None else [_group(part) for part in a.group_mib.split(",")]
+    groups = scaling.GROUPS
+    if a.group_mib is not None:
+        groups = tuple(round(_MIB * size) for size in _numbers("--group-mib", a.group_mib))
     share = 0.5 if a.message_dtype == "bf16" else 1.0
     options: dict[str, Any] = {"interference": _interference(a.interference), "message_share": share}
 
@@ -86,11 +88,6 @@ def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.N
         return scaling.simulate(step, cluster, n, size, waits=waits, **options)
 
     return [sorted((outcome(n, size) for size in groups), key=lambda o: o.ms) for n in hosts]
-
-
-def _group(text: str) -> int:
-    """Bytes of a message, or `scaling.NEAR`."""
-    return scaling.NEAR if text == "near" else round(_MIB * _numbers("--group-mib", text)[0])
 
 
 def _interference(text: str | None) -> Interference:
@@ -217,8 +214,6 @@ def _breaking(outcomes: list[list[Outcome]]) -> str:
 
 def group_name(o: Outcome) -> str:
     """The size of messages in MiB, in words at both ends."""
-    if o.group_bytes == scaling.NEAR:
-        return "near"
     if o.group_bytes == 0:
         return "a layer"
     return "all" if o.group_bytes >= scaling.ALL or len(o.messages) == 1 else f"{o.group_bytes / _MIB:g}"
@@ -272,7 +267,7 @@ class Measured:
     step: StepTimes
     cluster: Cluster
     arm: str
-    group_bytes: int | Mapping[str, int]
+    group_bytes: int
     share: float
     ms: float
     added_ms: float
@@ -305,7 +300,7 @@ def _profiled(
     for one in runs(content, file):
         if one.case in known and one.case in groups and one.ranks == sums.ranks and one.step:
             step, size, ms = scaling.measured(known[one.case]), groups[one.case], one.step["ms"]
-            arm = f"{next(iter(sums.engines))}/{'tuned' if isinstance(size, Mapping) else f'{size / _MIB:g}'}"
+            arm = f"{next(iter(sums.engines))}/{size / _MIB:g}"
             factors = any("factors" in row for row in one.rows)
             yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank", factors=factors)
 
@@ -314,7 +309,7 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
     """Of ``bench_scaling.py``: beside the step without messages of the same run, whose layers are those of one rank."""
     for row in content["rows"]:
         engine = row["arm"].partition("/")[0]
-        if row["case"] not in known or row["group"] == "tuned":
+        if row["case"] not in known or row["group"] == "near":
             continue
         sums = next((sums for sums in links if sums.ranks == row["ranks"] and engine in sums.engines), None)
         if sums is None:
@@ -325,6 +320,6 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
         share = 0.5 if row["message_dtype"] == "bf16" else 1.0
         cluster = Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0))
         yield Measured(
-            step, cluster, row["arm"], _group(row["group"]), share, row["ms"], row["exposed_ms"], "no messages",
-            row["messages"], row["waiting"], not row["arm"].endswith("/sums"),
+            step, cluster, row["arm"], round(_MIB * float(row["group"])), share, row["ms"], row["exposed_ms"],
+            "no messages", row["messages"], row["waiting"], not row["arm"].endswith("/sums"),
         )  # fmt: skip

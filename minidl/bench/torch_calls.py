@@ -342,6 +342,7 @@ def captured(calls: Sequence[Call], side: Any = None) -> Iterator[Call | None]:
             warnings.warn(warning.message, warning.category, stacklevel=2)
     yield None if empty else graph.replay  # views only: no kernel was launched
     torch.cuda.synchronize()  # before what the graph writes to is let go
+    graph.reset()
     del results
 
 

@@ -72,9 +72,9 @@ def _comm(a: argparse.Namespace) -> int:
             f"backward pass without messages: {record['compute_ms']:.2f} ms",
             f"messages of {record['group_bytes'] >> 10:,} KiB; kept in {path or 'no file, which cannot be written'}",
         ]
-        for kind, found in record["beside"].items():
-            exposed = ", ".join(f"{g['bytes'] >> 20}: {g['exposed_ms']:.2f}" for g in found["groups"])
-            notes.append(f"beside {kind} alone {found['group_bytes'] >> 10:,} KiB; MiB: exposed ms {exposed}")
+        for kind, groups in record["beside"].items():
+            exposed = ", ".join(f"{g['bytes'] >> 20}: {g['exposed_ms']:.2f}" for g in groups)
+            notes.append(f"beside {kind} alone, MiB: exposed ms {exposed}")
         if record["beside"]:
             notes.append(f"for minidl simulate: --interference {tuned_interference(record)}")
         if grouping.disturbed(record):

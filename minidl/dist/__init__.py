@@ -9,18 +9,15 @@ from __future__ import annotations
 
 from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator, SoloCommunicator, Work
-from minidl.dist.doctor import Fact, facts
 from minidl.dist.elastic import RankLost
 from minidl.dist.world import init, launched_size, shrink, world
 
 __all__ = [
     "SOLO",
     "Communicator",
-    "Fact",
     "RankLost",
     "SoloCommunicator",
     "Work",
-    "facts",
     "init",
     "launched_size",
     "require_same",

@@ -60,7 +60,7 @@ class Routes:
 
 
 BY_NCCL = Routes(0, 0, 0)
-ROUTES = {"links": Routes(), "links8": Routes(blocks=8), "nccl": BY_NCCL}
+ROUTES = {"links": Routes(), "nccl": BY_NCCL}
 """By the names that benchmarks have for them."""
 
 

@@ -11,13 +11,10 @@ from minidl import checks
 from minidl.dist import abort
 from minidl.dist.agree import by_value, rank_list, require_same, together
 from minidl.dist.communicator import SOLO, Communicator
-from minidl.dist.cuda_mpi import on_device
 from minidl.dist.elastic import require as require_tolerance
 from minidl.dist.host import HostCommunicator
 from minidl.dist.mpi import MPICommunicator
-from minidl.dist.nccl import NCCLCommunicator, bind_device
 from minidl.dist.shm import ShmCommunicator
-from minidl.dist.staged import DeviceCopies, StagedCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_cores_are_short
 
 __all__ = ["init", "launched_size", "shrink", "world"]
@@ -179,6 +176,10 @@ def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
 
 def _on_gpus(comm: MPICommunicator, engine: str) -> Communicator:
     """The engine for arrays of GPUs, each rank bound to its own."""
+    from minidl.dist.cuda_mpi import on_device
+    from minidl.dist.nccl import NCCLCommunicator, bind_device
+    from minidl.dist.staged import DeviceCopies, StagedCommunicator
+
     device = bind_device(comm)
     if engine == "cuda-mpi":
         return on_device(comm, device)

@@ -7,23 +7,18 @@ from dataclasses import dataclass
 
 __all__ = [
     "ABSORBED",
-    "BESIDE_MEMORY",
-    "BESIDE_PRODUCTS",
     "FEW",
     "TAIL_BYTES",
     "Departures",
     "Neighbour",
-    "by_neighbourhood",
     "cut",
     "departures",
 ]
 
-BESIDE_MEMORY, BESIDE_PRODUCTS = 4 << 20, 25 << 20  # bytes that were best beside each on two H200s
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
 ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours
 FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves
 _RIDGE = 600.0  # FLOP per byte of an element: beyond it products bound a kernel, on an H200 with any type
-_TAIL_SHARE = 4  # of a message beside memory-bound layers: the least that is sent by itself at the end
 _BARELY = 16  # times as long for its bytes as for its products: a pass that hardly computes
 _SUM_BYTES = 32  # bytes at the memory's rate in which one byte is added up: 12 to 20 between H200s, and some to spare
 _BEARS = 8  # bytes that a pass moves for each byte of a message that it bears: about half of the sum is then over
@@ -52,41 +47,6 @@ class Neighbour:
     def moves(self, itemsize: int) -> int:
         """Its bytes, if it runs by itself and hardly computes; else 0."""
         return self.bytes if self.alone and _BARELY * self.flop * itemsize < _RIDGE * self.bytes else 0
-
-
-def by_neighbourhood(
-    layers: Sequence[Neighbour],
-    itemsize: int,
-    beside_memory: int = BESIDE_MEMORY,
-    beside_products: int = BESIDE_PRODUCTS,
-) -> dict[str, int]:
-    """What is enough for a message that ends at each layer that sends something.
-
-    It travels beside the layers that come next, until they have gradients for ``beside_memory`` themselves. Where
-    products bound most of their time it is to hold ``beside_products``, else ``beside_memory``, but never much more
-    than what is left to be sent: the last messages grow smaller, for nothing is computed beside the end of the last.
-
-    Args:
-        layers: in the order of the backward pass.
-        itemsize: bytes of a stored element.
-    """
-    enough, left = {}, sum(layer.nbytes for layer in layers)
-    for i, layer in enumerate(layers):
-        left -= layer.nbytes
-        if layer.nbytes:
-            wanted = beside_products if _among_products(layers[i + 1 :], itemsize, beside_memory) else beside_memory
-            enough[layer.name] = min(wanted, max(left, beside_memory // _TAIL_SHARE))
-    return enough
-
-
-def _among_products(following: Sequence[Neighbour], itemsize: int, until: int) -> bool:
-    total = products = sent = 0.0
-    for layer in following:
-        ms, bound = layer.work(itemsize)
-        total, products, sent = total + ms, products + ms * bound, sent + layer.nbytes
-        if sent >= until:
-            break
-    return 2 * products > total
 
 
 def departures(
@@ -128,10 +88,7 @@ def departures(
 
 
 def cut(
-    layers: Iterable[tuple[str, int]],
-    group_bytes: int | Mapping[str, int],
-    begin: Container[str] = (),
-    apart: Container[str] = (),
+    layers: Iterable[tuple[str, int]], group_bytes: int, begin: Container[str] = (), apart: Container[str] = ()
 ) -> list[tuple[str, ...]]:
     """The layers of each message: neighbours share one until it holds ``group_bytes``.
 
@@ -140,29 +97,18 @@ def cut(
 
     Args:
         layers: (name, bytes) of those that send something, in the order of the backward pass.
-        group_bytes: or, by layer, what is enough for a message that ends there (`by_neighbourhood`).
         begin, apart: layers that begin a message, and that have one to themselves.
     """
     layers = list(layers)
-    enough = group_bytes if isinstance(group_bytes, Mapping) else _with_a_short_end(layers, group_bytes)
+    left = sum(nbytes for _, nbytes in layers)
+    several = TAIL_BYTES < group_bytes < left
     messages: list[list[str]] = []
-    held = 0
+    held, full = 0, True
     for name, nbytes in layers:
-        last = messages[-1][-1] if messages else name
-        if not messages or held >= enough[last] or name in begin or name in apart or last in apart:
+        if full or name in begin or name in apart or messages[-1][-1] in apart:
             messages.append([])
             held = 0
         messages[-1].append(name)
-        held += nbytes
+        held, left = held + nbytes, left - nbytes
+        full = held >= group_bytes or (several and left <= TAIL_BYTES < left + nbytes)
     return [tuple(names) for names in messages]
-
-
-def _with_a_short_end(layers: Sequence[tuple[str, int]], group_bytes: int) -> dict[str, int]:
-    """What is enough for a message that ends at each layer."""
-    enough, left = {}, sum(nbytes for _, nbytes in layers)
-    several = TAIL_BYTES < group_bytes < left
-    for name, nbytes in layers:
-        ends = several and left > TAIL_BYTES >= left - nbytes
-        enough[name] = 0 if ends else group_bytes
-        left -= nbytes
-    return enough

@@ -25,10 +25,8 @@ from typing import Any
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.capture import Room
 from minidl.dist import Communicator
 from minidl.dist.communicator import by_kernels, capturable, place
-from minidl.messages.neighbourhood import Neighbour, by_neighbourhood
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
 from minidl.profile.all_reduce import fit
@@ -57,31 +55,23 @@ COMPUTE_SHARE = 2.0  # of the exchange's own time, on a CPU
 WITHIN = 1.02  # of the best step: among those the smallest group, whose tail is shortest
 _MATRIX = 192
 _IMAGES, _FILTERS = (128, 56, 56, 64), (64, 3, 3, 64)  # some 100 us on an H200, as in a step of such a batch
-_VERSION = 3
+_VERSION = 4
 
 Record = dict[str, Any]
 Arm = tuple[str, int]  # the kind of compute beside messages of so many bytes
 Start = Callable[[], None]
 
 
-def group_bytes(
-    ops: ModuleType, comm: Communicator, layers: Sequence[Neighbour] = (), itemsize: int = 4
-) -> int | dict[str, int]:
+def group_bytes(ops: ModuleType, comm: Communicator) -> int:
     """What was measured for this machine, engine and number of ranks, else what is usual; a collective.
 
     Where messages wait for passes that bear them (`minidl.messages.neighbourhood.departures`) what is usual was best:
     what runs beside a message is then not what comes next.
-
-    Args:
-        layers, itemsize: as for `by_neighbourhood`, which is followed where neighbourhoods were measured apart.
     """
     record = kept(ops, comm) if comm.size > 1 and not by_kernels(comm) else None
     if record is None:
         return ON_GPUS if ops.name == "cuda" and comm.size > 1 else DEFAULT_BYTES
-    apart = record["beside"]
-    if not apart or not layers:
-        return record["group_bytes"]
-    return by_neighbourhood(layers, itemsize, apart["memory"]["group_bytes"], apart["products"]["group_bytes"])
+    return record["group_bytes"]
 
 
 def kept(ops: ModuleType, comm: Communicator) -> Record | None:
@@ -106,8 +96,8 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
     Returns:
         The record: group_bytes, latency_us and bus_gb_per_s (an alpha-beta model of the messages alone), compute_ms of
         the backward pass without messages, and ``groups``: for each size bytes, step_ms, exposed_ms, alone_ms (the
-        exchange without compute). On a GPU ``beside``: group_bytes and groups beside products and beside memory-bound
-        passes alone. The slowest rank's times, of several samples the fastest.
+        exchange without compute). On a GPU ``beside``: groups beside products and beside memory-bound passes alone. The
+        slowest rank's times, of several samples the fastest.
 
     Raises:
         ValueError: on one rank alone.
@@ -132,13 +122,13 @@ def measure(ops: ModuleType, comm: Communicator, progress: Callable[[str], None]
             for arm, start in arms.items():
                 times[arm].append(once(start))
     best = {arm: _slowest(comm, taken) for arm, taken in times.items()}
-    whole, *apart = ({"group_bytes": choose(groups), "groups": groups} for groups in _groups(best, computes, sizes))
+    whole, *apart = _groups(best, computes, sizes)
     messages = [(wire_bytes(size, comm.size), best["", size] * size / arena.nbytes) for size in sizes]
     latency_us, bus_gb_per_s = fit(messages)
     figures = {"latency_us": latency_us, "bus_gb_per_s": bus_gb_per_s, "compute_ms": best[next(iter(computes)), 0]}
-    beside = dict(zip(list(computes)[1:], apart, strict=True))
+    figures |= {"beside": dict(zip(list(computes)[1:], apart, strict=True))}
     head = {"date": datetime.now(UTC).isoformat(timespec="seconds")}
-    return _identity(ops, comm) | head | whole | figures | {"beside": beside}
+    return _identity(ops, comm) | head | {"group_bytes": choose(whole), "groups": whole} | figures
 
 
 def _groups(best: Record, kinds: Iterable[str], sizes: Sequence[int]) -> Iterator[list[Record]]:
@@ -190,6 +180,8 @@ def _backward(comm: Communicator, arena: Any, size: int, compute: Start | None) 
 
 def _replays(arms: Mapping[Arm, Start], graphs: ExitStack) -> dict[Arm, Start]:
     """What launches each pass as a CUDA graph, on the current stream as long as ``graphs`` is open; a collective."""
+    from minidl.cuda.capture import Room
+
     timer, room = DeviceTimer(), Room()
     return {arm: graphs.enter_context(timer.captured([work], room))[0] for arm, work in arms.items()}
 

@@ -18,7 +18,7 @@ from typing import Any
 from minidl import checks
 from minidl.dist.simulated import AlphaBeta
 from minidl.messages.factors import most_rows, row_bytes
-from minidl.messages.neighbourhood import ABSORBED, FEW, Neighbour, by_neighbourhood, cut, departures
+from minidl.messages.neighbourhood import ABSORBED, FEW, Neighbour, cut, departures
 from minidl.profile.cluster import Cluster
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
@@ -27,7 +27,6 @@ __all__ = [
     "ALL",
     "GROUPS",
     "INTERFERENCE",
-    "NEAR",
     "Interference",
     "LayerTimes",
     "Message",
@@ -40,9 +39,8 @@ __all__ = [
     "tuned_interference",
 ]
 
-NEAR = -1  # as group_bytes: large beside products, small beside what the memory bounds (`by_neighbourhood`)
 ALL = 1 << 40  # one message for all
-GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, ALL, NEAR)  # bytes
+GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, ALL)  # bytes
 _TYPES = {"bf16": 2, "fp16": 2}  # bytes of a stored element; else 4
 _ROUNDED_BYTES = 1.5  # that rounding reads and writes for each byte of float32 gradients
 _MEMORY_BYTES_PER_MS = 4.2e9  # of the GPU whose messages are rounded, an H200
@@ -164,7 +162,7 @@ class Outcome:
 
     hosts: int
     ranks: int
-    group_bytes: int | Mapping[str, int]
+    group_bytes: int
     ms: float
     alone_ms: float
     images_per_s: float
@@ -241,7 +239,7 @@ def simulate(
     step: StepTimes,
     cluster: Cluster,
     hosts: int,
-    group_bytes: int | Mapping[str, int],
+    group_bytes: int,
     *,
     interference: Interference = INTERFERENCE,
     message_share: float = 1.0,
@@ -251,7 +249,7 @@ def simulate(
     """One step on ``hosts`` hosts.
 
     Args:
-        group_bytes: as in `Model`, or `NEAR`.
+        group_bytes: as in `Model`.
         message_share: bytes sent for each byte of float32 gradients: 0.5 with bfloat16 messages, which compute rounds
             first.
         factors: as in `Model`.
@@ -263,8 +261,7 @@ def simulate(
     most = {layer.name: _most_rows(step, layer, message_share) for layer in step.layers} if factors else {}
     apart = {name for name, rows in most.items() if rows and ranks > 1}
     neighbours = step.neighbours
-    enough = by_neighbourhood(neighbours, step.itemsize) if group_bytes == NEAR else group_bytes
-    messages = {names[-1]: names for names in cut(nbytes.items(), enough, apart=apart)}
+    messages = {names[-1]: names for names in cut(nbytes.items(), group_bytes, apart=apart)}
     before = departures(neighbours, messages.values(), step.itemsize, waits) if waits else {}
     time = _Timeline(interference if ranks > 1 else NO_INTERFERENCE)
     time.compute(step.forward_ms)
@@ -364,7 +361,7 @@ def tuned_interference(record: Mapping[str, Any]) -> Interference:
     """
     cases = []
     for kind, flop in (("products", 1 << 40), ("memory", 0)):
-        groups = record["beside"][kind]["groups"]
+        groups = record["beside"][kind]
         total, layer_bytes = groups[-1]["bytes"], groups[0]["bytes"]
         alone = {g["bytes"]: g["alone_ms"] * g["bytes"] / total for g in groups}  # of one message
         points = tuple((wire_bytes(size, record["ranks"]), ms) for size, ms in sorted(alone.items()))

@@ -22,11 +22,13 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidl.cuda.capture import Room, capture
+if TYPE_CHECKING:
+    from minidl.cuda.capture import Room
+
 
 __all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "balanced", "input_sets", "timer"]
 
@@ -178,8 +180,10 @@ class DeviceTimer(Timer):
     def __init__(self) -> None:
         import cupy
 
+        from minidl.cuda import capture
         from minidl.cuda.device import current_device
 
+        self._graphs = capture
         self._cupy, self.cache_bytes = cupy, current_device().l2_bytes
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
@@ -206,7 +210,7 @@ class DeviceTimer(Timer):
             return self._repeated(stream, launch, len(calls), budget)
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
-        room = Room()
+        room = self._graphs.Room()
         with ExitStack() as graphs:
             runs = []
             for calls in contestants:
@@ -224,7 +228,7 @@ class DeviceTimer(Timer):
         Args:
             room: of graphs that take turns; default: one of its own.
         """
-        room = room or Room()
+        room = room or self._graphs.Room()
         self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
         with room.entered():
             # Kernels are loaded and the room is filled now: neither is allowed while a stream is captured.
@@ -232,7 +236,7 @@ class DeviceTimer(Timer):
             del results
             room.stream.synchronize()
             # All results are there at once, so that outputs rotate like inputs; then the room keeps their memory.
-            graph = capture(lambda: [call() for call in calls], room.stream)[0]
+            graph = self._graphs.capture(lambda: [call() for call in calls], room.stream)[0]
             try:
                 yield lambda: graph.launch(room.stream), room.stream
             finally:

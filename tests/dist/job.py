@@ -76,6 +76,8 @@ LIMIT_SECONDS = 1.0
 DIFFERENT_MODELS = {
     "other_model": "ValueError: ranks differ in parameter plan, first in entry 1: on rank",
     "other_weights": "ValueError: ranks differ in starting weights",
+    "other_rows": "height=8 over 1 ranks",
+    "filters_of_others": "ValueError: ranks differ in parameter plan, first in entry 3: on rank",
     "other_batch": "ValueError: ranks differ in training plan, first in entry",
     "other_number_of_steps": "ValueError: ranks differ in training plan, first in entry 0: on rank",
 }

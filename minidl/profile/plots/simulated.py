@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from minidl.profile.plots import style
 from minidl.profile.plots.style import INK, MUTED
-from minidl.profile.scaling import ALL, NEAR, Outcome, StepTimes
+from minidl.profile.scaling import ALL, Outcome, StepTimes
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -58,8 +58,6 @@ def simulated(step: StepTimes, outcomes: Sequence[Sequence[Outcome]]) -> Figure:
 
 
 def _words(o: Outcome) -> str:
-    if o.group_bytes == NEAR:
-        return "by neighbourhood"
     if o.group_bytes == 0:
         return "a message per layer"
     return "one message" if o.group_bytes >= ALL or len(o.messages) == 1 else f"{o.group_bytes / 2**20:g} MiB"

@@ -23,6 +23,8 @@ from minidl.backend import get_ops
 from minidl.compile import CompiledStep
 from minidl.dist import abort, init, roll_call, watchdog
 from minidl.dist.nccl import _Followed
+from minidl.layers.parallel_conv2d import ChannelParallelConv2d, RowParallelConv2d
+from minidl.layers.row_plan import share
 from minidl.nonfinite import GradientWatch
 from minidl.step import EagerStep
 from minidl.train import Trainer
@@ -250,6 +252,23 @@ def other_weights():
     graph = m.Graph()
     graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
+
+
+def other_rows():
+    """One rank takes an image for its own of which the others hold a part each."""
+    alone = comm.split(comm.rank)
+    group = alone if misbehaves else comm
+    graph = m.Graph()
+    x = graph.input((share(8, group.size, group.rank).count, 8, 3))
+    graph.output(RowParallelConv2d(3, 4, 3, padding=1, height=8, group=group, name="conv")(x))
+    m.Model(graph, device=device, comm=comm)
+
+
+def filters_of_others():
+    """Each rank has filters of its own, whose gradients would be added to those of other filters."""
+    graph = m.Graph()
+    graph.output(ChannelParallelConv2d(3, 6, 3, group=comm, name="conv")(graph.input((8, 8, 3))))
+    m.Model(graph, device=device, comm=comm)
 
 
 def _train(batch: int = 4, epochs: int = 1):
