@@ -40,6 +40,27 @@ DEVICE T filter(const T* __restrict__ w, const Problem& p, int f, int j) {
     return f < FEW && j < p.wide ? operand(w[i64(f) * p.few_step + i64(j) * p.wide_step]) : from_float<T>(0.0f);
 }
 
+// Lays the filters out as products read them: 16 bytes at a time, whose places cost more than their values.
+DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < chunks * SLOTS * 4; i += 256) {
+        const int lane = i % 32, slot = i / 4 % SLOTS, first = i / (4 * SLOTS) * CHUNK;
+        Vector v;
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) {
+            int f = slot, j = first + i % 4 * WIDTH + e;
+            if constexpr (UNITS && NARROW) {
+                f = slot % 8 / 2 * RUN + slot / 8 * 2 + slot % 2;
+            } else if constexpr (UNITS) {  // words are of one column of each of four products
+                f = lane % 4 * RUN + slot / 8 * 2 + e % 2;
+                j = first + lane / 8 * 8 + lane / 4 % 2 + e / 2 * 2;
+            }
+            v.items[e] = filter(w, p, f, j);
+        }
+        filters[i] = v.words[0];
+    }
+}
+
 // Times that this block takes ROWS rows.
 DEVICE int turns_of(const Problem& p) {
     const i64 left = ceil_div(p.rows, i64(ROWS)) - i64(blockIdx.x) * p.share;
@@ -134,9 +155,6 @@ struct Sum {
 #endif
 };
 
-// The filter that slot i of the products' columns stands for.
-DEVICE int filter_of(int i) { return UNITS ? i % 8 / 2 * RUN + i / 8 * 2 + i % 2 : i; }
-
 extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
@@ -147,10 +165,7 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
     Part next;
     next.read(source, p, row, t * WIDTH);
     const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256)
-        reinterpret_cast<T*>(filters)[i] =
-            filter(w, p, filter_of(i / CHUNK % SLOTS), i / (SLOTS * CHUNK) * CHUNK + i % CHUNK);
+    lay_out(filters, w, p, chunks);
     __syncthreads();
     const int turns = turns_of(p);
     for (int turn = 0; turn < turns; ++turn, row += ROWS) {
@@ -279,20 +294,6 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
         }
     }
 #endif
-}
-
-// Lays the filters out as `widen` reads them.
-DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256) {
-        int f = i / CHUNK % SLOTS, j = i / (SLOTS * CHUNK) * CHUNK + i % CHUNK;
-        if constexpr (UNITS) {  // word `product` of a lane's four is of column g of that product
-            const int product = i / 2 % 4, lane = i / 8 % 32, g = lane / 4;
-            f = lane % 4 * RUN + i / 256 % OCTETS * 2 + i % 2;
-            j = i / (256 * OCTETS) * CHUNK + g / 2 * 8 + product * 2 + g % 2;
-        }
-        reinterpret_cast<T*>(filters)[i] = filter(w, p, f, j);
-    }
 }
 
 extern "C" __global__ void __launch_bounds__(256, UNITS && FEW <= 4 && VEC_Y == WIDTH && VEC_ADD == WIDTH ? 3 : 2)
