@@ -47,6 +47,7 @@ CASES = [
 ]  # fmt: skip
 HALVES = [
     _case((2, 9, 8), 24, 144), _case((2, 9, 8), 144, 24), _case((1, 9, 8), 32, 130), _case((2, 5, 7), 200, 31),
+    _case((2, 9, 8), 24, 264), _case((2, 9, 8), 40, 3), _case((2, 9, 8), 8, 8),
     _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]

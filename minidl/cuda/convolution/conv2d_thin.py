@@ -14,7 +14,7 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
 from minidl.cuda.convolution.conv2d_walk import itemsize_of
-from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -104,7 +104,8 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    vectors = vector_width(source), vector_width(output), ACCESS if add is None else vector_width(add)
+    flat = gcd(address(output) // output.itemsize, ACCESS // output.itemsize)
+    vectors = vector_width(source), flat, ACCESS if add is None else vector_width(add)
     _plan_gather(conv, code, tf32, backward, pitches, vectors, relu).start(source, w, bias, add, output)
 
 
@@ -133,21 +134,24 @@ def _plan_gather(
 
     Args:
         pitches: elements per pixel of the source and of the array to be added.
-        vectors: widest legal vectors of the source, of the output and of that array.
+        vectors: widest legal vectors of the source, of the output as one row, and of that array.
     """
     sides, itemsize = _sides(conv), itemsize_of(code)
     most = ACCESS // itemsize
     narrow = (conv.out_channels <= conv.channels) != backward
     run = 2 * ceil_div(sides.few, 8) if code else 2  # of the few, of a thread
-    wide_x, wide_y, wide_add = (min(vector, most) for vector in vectors)
-    few_x, few_y, few_add = (gcd(vector, run) for vector in (wide_x, wide_y, wide_add))
+    wide_x, flat, wide_add = (min(vector, most) for vector in vectors)
+    few_x, few_add = gcd(wide_x, run), gcd(wide_add, run)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
     # Beside the sums of more than 24 there are no registers for two.
     batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
-        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add, "BATCH": batch}
+        defines |= {"VEC_X": wide_x, "VEC_Y": flat, "VEC_ADD": few_add, "BATCH": batch}
     else:
+        wide_y = gcd(flat, sides.wide)
         defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
+        # Of float32, and beside more than 24, there are no registers to hold them.
+        defines["SEAMS"] = int(code > 0 and sides.few <= 24 and wide_y == most and sides.wide % (2 * most) > 0)
     count = ceil_div(conv.pixels, ROWS)
     share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
@@ -155,7 +159,7 @@ def _plan_gather(
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
     name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
-    shared = sides.shared_bytes(itemsize, batch)
+    shared = sides.shared_bytes(itemsize, batch) + narrow * ROWS * sides.few * itemsize
     return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
 
 
