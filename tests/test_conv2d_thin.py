@@ -150,6 +150,18 @@ def test_equals_definition(thin, case, storage, rng):
     equals_definition(thin, case, storage, rng)
 
 
+@cases([*LARGE, *HALVES[-2:]])
+@EVERY_HALF
+def test_as_many_rows_as_a_block_takes_change_no_bit(thin, case, storage, rng, monkeypatch):
+    arrays = put(thin, *(draw(rng, shape, storage) for shape in (case.x, case.w, case.y)))
+    expected = three(thin, case, *arrays)
+    monkeypatch.setattr(conv2d_thin, "_plan_gather", conv2d_thin._plan_gather.__wrapped__)
+    monkeypatch.setattr(conv2d_thin, "MOVES", 1 << 40)
+    for blocks in (1, 2, 5):
+        monkeypatch.setattr(conv2d_thin, "ENOUGH", blocks)
+        same(three(thin, case, *arrays), expected)
+
+
 @cases(LARGE)
 def test_tf32_rounds_operands_and_nothing_else(thin, case, rng):
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
