@@ -82,9 +82,9 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "wanted"),
     [
-        (32, 16, 112, (True, True)), (16, 96, 112, (True, None)), (144, 24, 56, (False, None)),
-        (24, 144, 56, (True, None)), (192, 32, 28, (False, False)), (32, 192, 28, (False, False)),
-        (96, 24, 56, (False, True)),
+        (32, 16, 112, (True, True)), (16, 96, 112, (True, True)), (144, 24, 56, (False, True)),
+        (24, 144, 56, (True, True)), (192, 32, 28, (False, False)), (32, 192, 28, (None, False)),
+        (96, 24, 56, (False, True)), (24, 96, 14, (True, True)),
     ],
 )  # fmt: skip
 def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted):

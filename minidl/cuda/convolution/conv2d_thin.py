@@ -7,7 +7,7 @@ would multiply, or fetch, mostly nothing.
 from __future__ import annotations
 
 import functools
-from math import gcd, inf
+from math import gcd
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import as_rows, empty
@@ -21,8 +21,9 @@ from minidl.shapes import ceil_div, round_up
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
-MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
-START, MOVED = 4.5, 3.3e6  # microseconds, and bytes in one, seen there of 9 to 32 channels
+# Channels of which no other kernel is faster, as seen on an H200: of a weight gradient, of one in TF32; of an output or
+# data gradient, but for an output of few channels, of whose filters Hopper's kernels read whole rows.
+WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -69,22 +70,24 @@ def applies(conv: Convolution, code: int) -> bool:
     return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
-def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: float) -> bool:
+def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool) -> bool:
     """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, rows
-    have something for most of the four threads that share one, and Hopper's kernels, which should take ``hopper``
-    microseconds (infinitely many where they cannot do it), are slower.
+    have something for most of the four threads that share one, and Hopper's kernels cannot do it or are slower.
 
     Args:
         which: forward, backward_data or backward_weight.
+        hopper: they can.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
-    if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
+    if conv.pixels < (2 if weight else 0.5) * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
-    if weight and tf32 == 1:  # rounding every operand takes longer than memory
-        return few <= MOST_ROUNDED
-    if few <= MOST_ALWAYS or hopper == inf:
+    if weight and (hopper or tf32 == 1):
+        return few <= (ROUNDED if tf32 == 1 else WEIGHT)
+    if few <= FEW or not hopper:
         return few <= FEW
-    return not weight and START + itemsize_of(code) * conv.pixels * (few + wide) / MOVED < hopper
+    if which == "forward":
+        return conv.channels < conv.out_channels
+    return not weight and few <= GATHERED
 
 
 def gather(
