@@ -475,7 +475,8 @@ def test_a_contest_that_is_over_holds_no_memory(cuda_ops, monkeypatch):
     question = Question("forward", sizes(*SHAPES[2]), *DTYPES["bf16"])
     monkeypatch.setattr(capture, "_never_taken_back", make)
     conv_tuning._noise()  # stays
-    with capture.steady(), cupy.cuda.using_allocator(cupy.cuda.MemoryPool(make).malloc):
+    pool = cupy.cuda.MemoryPool(make)
+    with capture.steady(), cupy.cuda.using_allocator(pool.malloc):
         contest = conv_tuning.DeviceContest(question)
         operands = len(made)
         for choice in options(question, current_device())[:3]:
@@ -485,4 +486,5 @@ def test_a_contest_that_is_over_holds_no_memory(cuda_ops, monkeypatch):
         made.clear()
         assert not any(memory() for memory in seen[operands:]), "of graphs"
         del contest
+    pool.free_all_blocks()
     assert not any(memory() for memory in seen)

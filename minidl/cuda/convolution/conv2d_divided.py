@@ -14,17 +14,19 @@ from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
-from minidl.shapes import ceil_div
+from minidl.shapes import ceil_div, round_up
 
 __all__ = ["PARTS", "Division", "divided", "options"]
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
 MOST_ROWS = 256
-# Multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device. Of more blocks than these
-# some come second (4096-4096, 64 rows, H200: 11 us with 128 blocks, 17 with 256).
-WORKERS = 132
-LEAST = 4  # stages of a block: of fewer, adding up takes longer than what it saves
-_BY_WIDTH = {tile.columns: tile for tile in TILES[::-1] if tile.rows == 128}  # of two as wide that of more stages
+# Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
+# lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
+_REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
+# Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
+# multiprocessor; filters and rows that one fetches; a block's start. Adding up the sums of so many blocks.
+_LATENCY, _READ, _TAKEN, _FETCHED, _START = 1.5, 4.1e6, 4.8e4, 1.0e5, 3.0
+_COMBINED = {1: 0.0, 2: 1.0, 4: 1.5, 8: 2.3}
 
 
 class Division(NamedTuple):
@@ -35,7 +37,7 @@ class Division(NamedTuple):
 
 
 def divided(choice: Choice | None, conv: Convolution, backward: bool, code: int) -> Division | None:
-    """How a convolution that the family takes is divided, as chosen or by its sizes; None: not at all."""
+    """How a convolution that the family takes is divided, as chosen or by the model of time; None: not at all."""
     if choice is None or not choice.tile:
         return _choose(conv, backward, code)
     found = [one for one in _candidates(conv, backward, code) if _choice(one) == choice]
@@ -43,9 +45,9 @@ def divided(choice: Choice | None, conv: Convolution, backward: bool, code: int)
 
 
 def options(conv: Convolution, backward: bool, code: int) -> list[Choice]:
-    """What a tuner may try, first what is taken untuned."""
-    chosen, every = _choose(conv, backward, code), _candidates(conv, backward, code)
-    return [_choice(one) for one in sorted(every, key=lambda one: one != chosen)]
+    """What a tuner may try, the fastest by the model of time first."""
+    found = sorted(_candidates(conv, backward, code), key=lambda one: _microseconds(conv, backward, code, one))
+    return list(map(_choice, found))
 
 
 def _choice(one: Division) -> Choice:
@@ -54,17 +56,8 @@ def _choice(one: Division) -> Choice:
 
 @functools.lru_cache(maxsize=1024)
 def _choose(conv: Convolution, backward: bool, code: int) -> Division | None:
-    """The narrowest tile that leaves no block a second one, and as many parts."""
-    if not _candidates(conv, backward, code):
-        return None
-    counts = {columns: _tiles(conv, backward, tile) for columns, tile in sorted(_BY_WIDTH.items())}
-    columns = next((columns for columns, count in counts.items() if count <= WORKERS), max(counts))
-    most = min(WORKERS // counts[columns], _stages(conv, backward, code) // LEAST)
-    return Division(_BY_WIDTH[columns], max((parts for parts in PARTS if parts <= most), default=1))
-
-
-def _tiles(conv: Convolution, backward: bool, tile: HopperTile) -> int:
-    return ceil_div(conv.images, tile.rows) * ceil_div(columns_of(conv, backward), tile.columns)
+    found = _candidates(conv, backward, code)
+    return min(found, key=lambda one: _microseconds(conv, backward, code, one), default=None)
 
 
 def _stages(conv: Convolution, backward: bool, code: int) -> int:
@@ -77,3 +70,21 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
         return []
     stages = _stages(conv, backward, code)
     return [Division(tile, parts) for tile in TILES for parts in PARTS if parts <= stages]
+
+
+def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
+    tile, down = one.tile, ceil_div(conv.images, one.tile.rows)
+    tiles = down * ceil_div(columns_of(conv, backward), tile.columns) * one.parts
+    most = _REACHED[one.parts]
+    used = min(tiles if one.parts == 1 else ceil_div(tiles, tile.resident), most)
+    rounds = ceil_div(tiles, most * tile.resident)
+    beside = ceil_div(min(tiles, most * tile.resident), used)  # blocks of a multiprocessor
+    fetched = min(tile.rows, round_up(conv.images, 8)) + tile.columns
+    stage = max(
+        tile.step * beside,
+        _LATENCY / tile.stages,
+        STAGE_ROW * tile.columns * beside * max(1 / _TAKEN, used / down / _READ),
+        STAGE_ROW * fetched * beside / _FETCHED,
+    )
+    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
+    return time + _START + _COMBINED[one.parts]

@@ -71,7 +71,7 @@ def applies(conv: Convolution, code: int) -> bool:
 
 
 def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool) -> bool:
-    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, rows
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for some multiprocessors, rows
     have something for most of the four threads that share one, and Hopper's kernels cannot do it or are slower.
 
     Args:
@@ -79,7 +79,8 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool) -> b
         hopper: they can.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
-    if conv.pixels < (2 if weight else 0.5) * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
+    least = 16 if code and few <= GATHERED and not weight else 2 * 132
+    if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and (hopper or tf32 == 1):
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
