@@ -117,6 +117,7 @@ def test_the_default_is_the_first_family_that_applies():
         ((2, 300, 10, 16), (32, 2, 3), {"dilation": (255, 1)}),
         ((2, 9, 10, 16), (32, 3, 3), {"padding": (129, 1)}),
         ((2, 30, 10, 16), (32, 3, 3), {"stride": (9, 1)}),
+        ((2, 30, 10, 24), (32, 5, 5), {"stride": (2, 2)}),  # its output alone: stages would be three eighths full
     ):
         assert "conv2d_kernel" in kernels("H200", bfloat16, Case("generic", x, filters, **options))
 

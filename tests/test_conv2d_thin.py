@@ -47,6 +47,7 @@ CASES = [
 ]  # fmt: skip
 HALVES = [
     _case((2, 9, 8), 24, 144), _case((2, 9, 8), 144, 24), _case((1, 9, 8), 32, 130), _case((2, 5, 7), 200, 31),
+    _case((2, 9, 8), 24, 264), _case((2, 9, 8), 40, 3), _case((2, 9, 8), 8, 8),
     _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
@@ -81,9 +82,9 @@ def test_they_are_taken_where_pixels_are_many_and_one_side_is_thin():
 @pytest.mark.parametrize(
     ("channels", "filters", "size", "wanted"),
     [
-        (32, 16, 112, (True, True)), (16, 96, 112, (True, None)), (144, 24, 56, (False, None)),
-        (24, 144, 56, (True, None)), (192, 32, 28, (False, False)), (32, 192, 28, (False, False)),
-        (96, 24, 56, (False, True)),
+        (32, 16, 112, (True, True)), (16, 96, 112, (True, True)), (144, 24, 56, (False, True)),
+        (24, 144, 56, (True, True)), (192, 32, 28, (False, False)), (32, 192, 28, (None, False)),
+        (96, 24, 56, (False, True)), (24, 96, 14, (True, True)),
     ],
 )  # fmt: skip
 def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted):
@@ -147,6 +148,18 @@ def test_whole_numbers_give_the_bits_of_the_definition(thin, case, storage, rng)
 @EVERY
 def test_equals_definition(thin, case, storage, rng):
     equals_definition(thin, case, storage, rng)
+
+
+@cases([*LARGE, *HALVES[-2:]])
+@EVERY_HALF
+def test_as_many_rows_as_a_block_takes_change_no_bit(thin, case, storage, rng, monkeypatch):
+    arrays = put(thin, *(draw(rng, shape, storage) for shape in (case.x, case.w, case.y)))
+    expected = three(thin, case, *arrays)
+    monkeypatch.setattr(conv2d_thin, "_plan_gather", conv2d_thin._plan_gather.__wrapped__)
+    monkeypatch.setattr(conv2d_thin, "MOVES", 1 << 40)
+    for blocks in (1, 2, 5):
+        monkeypatch.setattr(conv2d_thin, "ENOUGH", blocks)
+        same(three(thin, case, *arrays), expected)
 
 
 @cases(LARGE)

@@ -6,6 +6,7 @@ The clock is planted; on a GPU every candidate must give the bits of the definit
 from __future__ import annotations
 
 import json
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, tuning
+from minidl.cuda import capture
 from minidl.cuda.convolution import (
     conv2d_halo,
     conv2d_hopper_tiles,
@@ -25,7 +27,7 @@ from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, Table, choice_record, question_of, question_record
-from minidl.cuda.device import BUILT_IN
+from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from minidl.profile import tuned
@@ -429,7 +431,6 @@ def outcome(ops, question, hosts):
 def test_every_candidate_gives_the_bits_of_the_definition(cuda_ops, shape, dtype, rng):
     """On whole numbers, which every order of summing sums exactly."""
     from minidl.cuda.convolution.conv2d import STORAGE
-    from minidl.cuda.device import current_device
 
     conv, device = sizes(*shape), current_device()
     storage = STORAGE[DTYPES[dtype][0]]
@@ -452,10 +453,38 @@ def test_every_candidate_gives_the_bits_of_the_definition(cuda_ops, shape, dtype
 
 
 def test_the_device_finds_a_winner_that_is_a_candidate(cuda_ops):
-    from minidl.cuda.device import current_device
-
     question = Question("forward", sizes(*SHAPES[2]), *DTYPES["bf16"])
     choices = options(question, current_device())
     row = conv_tuning.answer(question, choices, conv_tuning.DeviceContest(question))
     assert row["choice"] in [choice_record(choice) for choice in choices]
     assert 0 < row["ms"] <= 1.01 * row["default_ms"] and set(row["candidates"]) == set(map(str, choices))
+
+
+def test_a_contest_that_is_over_holds_no_memory(cuda_ops, monkeypatch):
+    """Not even for Python's cycle collector: it does not know how much of the device its garbage holds."""
+    import cupy
+
+    class Watched(cupy.cuda.Memory):
+        pass
+
+    def make(size):
+        made.append(Watched(size))
+        return cupy.cuda.MemoryPointer(made[-1], 0)
+
+    made: list[Watched] = []
+    question = Question("forward", sizes(*SHAPES[2]), *DTYPES["bf16"])
+    monkeypatch.setattr(capture, "_never_taken_back", make)
+    conv_tuning._noise()  # stays
+    pool = cupy.cuda.MemoryPool(make)
+    with capture.steady(), cupy.cuda.using_allocator(pool.malloc):
+        contest = conv_tuning.DeviceContest(question)
+        operands = len(made)
+        for choice in options(question, current_device())[:3]:
+            contest.time(choice, conv_tuning.QUICK)
+        seen = [weakref.ref(memory) for memory in made]
+        assert len(seen) > operands > 0
+        made.clear()
+        assert not any(memory() for memory in seen[operands:]), "of graphs"
+        del contest
+    pool.free_all_blocks()
+    assert not any(memory() for memory in seen)

@@ -23,6 +23,7 @@ from minidl.cuda.array import cast, copy_into, empty, from_host
 from minidl.cuda.convolution.conv2d import STORAGE
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, kernel
+from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_tuned import asked, choice_record, question_of, question_record
 from minidl.cuda.device import DeviceRecord, current_device, import_cupy
 from minidl.cuda.launch import dry_run
@@ -103,10 +104,16 @@ def _calls(question: Question, draw: Draw, sets: int) -> list[Callable[[], Any]]
 
         shapes = conv.y_shape, conv.x_shape
         return [partial(weight, *(draw(s, storage) for s in shapes), empty(w_shape, float32)) for _ in range(sets)]
-    w = draw(w_shape, storage)
+    # Filters of a fully connected layer are most of what is read, and come from memory in a network.
+    ws = [draw(w_shape, storage) for _ in range(sets if _connected(conv) else 1)]
+    ws = [ws[i % len(ws)] for i in range(sets)]
     if which == "forward":
-        return [partial(conv2d, draw(conv.x_shape, storage), w, **places) for _ in range(sets)]
-    return [partial(conv2d_backward_data, draw(conv.y_shape, storage), w, conv.x_shape, **places) for _ in range(sets)]
+        return [partial(conv2d, draw(conv.x_shape, storage), w, **places) for w in ws]
+    return [partial(conv2d_backward_data, draw(conv.y_shape, storage), w, conv.x_shape, **places) for w in ws]
+
+
+def _connected(conv: Convolution) -> bool:
+    return conv.height * conv.width == 1
 
 
 class Contest(Protocol):
@@ -126,6 +133,8 @@ class DeviceContest:
         conv = question.conv
         itemsize = STORAGE[question.code].itemsize
         moved = itemsize * (math.prod(conv.x_shape) + math.prod(conv.y_shape))
+        if _connected(conv):
+            moved += itemsize * math.prod(conv.kernel) * conv.channels * conv.out_channels // conv.groups
         sets = min(MOST_SETS, input_sets(moved, current_device().l2_bytes))
         self._calls = _calls(question, _random, sets)
         self._timer = DeviceTimer()

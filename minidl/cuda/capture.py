@@ -227,6 +227,11 @@ class Room:
         with import_cupy().cuda.using_allocator(self._pool.malloc), self.stream:
             yield
 
+    def clear(self) -> None:
+        """Its graphs are over: what it has, and nobody uses, goes back to the device."""
+        self.stream.synchronize()
+        self._pool.free_all_blocks()
+
 
 def _never_taken_back(size: int) -> Any:
     """Memory for a room's pool, which must not see the device's own error: it would give back what it has to spare."""

@@ -60,9 +60,8 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     thin = conv2d_thin.applies(conv, code)
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    rivals = thin or grouped
-    time = _on_hopper(question._replace(conv=wide), device) if hopper and pays and rivals else inf
-    rather = conv2d_thin.pays(conv, code, tf32, which, time)
+    time = _on_hopper(question._replace(conv=wide), device) if hopper and pays and grouped else inf
+    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
     tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
     slower = {
         "thin": not rather,

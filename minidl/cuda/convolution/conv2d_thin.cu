@@ -1,28 +1,30 @@
-// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32. Memory
-// bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight into the
-// fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of float32
-// multiply-adds.
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32.
+// Memory bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight
+// into the fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of
+// float32 multiply-adds. Sectors are written whole, too: of one written in parts the device reads what was there.
 //
-//   narrow  out[r, f] = bias[f] + add[r, f] + sum_j source[r, j] w(f, j)    forward to few filters, data gradient of few
-//                                                                           channels
-//   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of few
-//                                                                           filters
+//   narrow  out[r, f] = bias[f] + add[r, f] + sum_j source[r, j] w(f, j)    forward to few filters, data gradient of
+//                                                                           few channels
+//   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of
+//                                                                           few filters
 //
-// Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or null;
-// add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN.
+// Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or
+// null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN.
 //
-// Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in flight.
-// For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than memory: words
-// 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the filters in shared
-// memory are laid out alike. Going wide it is the columns whose order is chosen: those of four products that a thread
-// holds are eight neighbours. In the same way a thread has RUN neighbours of the FEW.
+// Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in
+// flight. For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
+// memory: words 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the
+// filters in shared memory are laid out alike. Going wide it is the columns whose order is chosen: those of four
+// products that a thread holds are eight neighbours. In the same way a thread has RUN neighbours of the FEW. Rows of
+// the few are gathered in shared memory, where a warp's lie as they will in memory.
 //
 // A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
 //
-// Macros: DTYPE, TF32, FEW, RELU, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend, on
-// the side of the few a divisor of RUN; BATCH, chunks of a row that are read together (narrow): two make whole cache lines.
-// Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each chunk
-// and each of FEW (rounded up to eight for 16-bit types).
+// Macros: DTYPE, TF32, FEW, RELU, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend; on
+// the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are read together
+// (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
+// Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each
+// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
@@ -40,6 +42,27 @@ DEVICE T filter(const T* __restrict__ w, const Problem& p, int f, int j) {
     return f < FEW && j < p.wide ? operand(w[i64(f) * p.few_step + i64(j) * p.wide_step]) : from_float<T>(0.0f);
 }
 
+// Lays the filters out as products read them: 16 bytes at a time, whose places cost more than their values.
+DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
+#pragma unroll 2
+    for (int i = threadIdx.x; i < chunks * SLOTS * 4; i += 256) {
+        const int lane = i % 32, slot = i / 4 % SLOTS, first = i / (4 * SLOTS) * CHUNK;
+        Vector v;
+#pragma unroll
+        for (int e = 0; e < WIDTH; ++e) {
+            int f = slot, j = first + i % 4 * WIDTH + e;
+            if constexpr (UNITS && NARROW) {
+                f = slot % 8 / 2 * RUN + slot / 8 * 2 + slot % 2;
+            } else if constexpr (UNITS) {  // words are of one column of each of four products
+                f = lane % 4 * RUN + slot / 8 * 2 + e % 2;
+                j = first + lane / 8 * 8 + lane / 4 % 2 + e / 2 * 2;
+            }
+            v.items[e] = filter(w, p, f, j);
+        }
+        filters[i] = v.words[0];
+    }
+}
+
 // Times that this block takes ROWS rows.
 DEVICE int turns_of(const Problem& p) {
     const i64 left = ceil_div(p.rows, i64(ROWS)) - i64(blockIdx.x) * p.share;
@@ -51,6 +74,7 @@ DEVICE int turns_of(const Problem& p) {
 #if NARROW
 static_assert(UNITS || BATCH == 1, "float32 has no registers for more");
 constexpr int RUNS = UNITS ? 1 : OCTETS;  // of a thread, eight of the few apart
+constexpr int EVEN = (RUN | FEW) & -(RUN | FEW), PIECE = EVEN < WIDTH ? EVEN : WIDTH;  // of a run, in whole words
 
 // A thread's part of BATCH chunks of its rows.
 struct Part {
@@ -61,7 +85,8 @@ struct Part {
         for (int i = 0; i < EACH; ++i) {
             const i64 at = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
 #pragma unroll
-            for (int c = 0; c < BATCH; ++c) x[c][i] = fetch<VEC_X>(source + at * p.source_pitch, channel + c * CHUNK, p.wide);
+            for (int c = 0; c < BATCH; ++c)
+                x[c][i] = fetch<VEC_X>(source + at * p.source_pitch, channel + c * CHUNK, p.wide);
         }
     }
 };
@@ -134,9 +159,6 @@ struct Sum {
 #endif
 };
 
-// The filter that slot i of the products' columns stands for.
-DEVICE int filter_of(int i) { return UNITS ? i % 8 / 2 * RUN + i / 8 * 2 + i % 2 : i; }
-
 extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const Problem p) {
@@ -147,10 +169,8 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
     Part next;
     next.read(source, p, row, t * WIDTH);
     const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
-#pragma unroll 8
-    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256)
-        reinterpret_cast<T*>(filters)[i] =
-            filter(w, p, filter_of(i / CHUNK % SLOTS), i / (SLOTS * CHUNK) * CHUNK + i % CHUNK);
+    T* lines = reinterpret_cast<T*>(filters + chunks * SLOTS * 4) + threadIdx.x / 32 * WARP_ROWS * FEW;
+    lay_out(filters, w, p, chunks);
     __syncthreads();
     const int turns = turns_of(p);
     for (int turn = 0; turn < turns; ++turn, row += ROWS) {
@@ -163,6 +183,7 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
                 next.read(source, p, row + ROWS, t * WIDTH);
             sum.add(part, filters + c * SLOTS * 4);
         }
+        __syncwarp();  // the lines of the turn before have been read
 #pragma unroll
         for (int run = 0; run < RUNS; ++run) {
             const int f = 8 * run + RUN * t;
@@ -174,10 +195,9 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
                 float v[RUN];
                 sum.result(i, run, v);
                 const i64 at = row + 8 * i;
-                if (at >= p.rows) continue;
 #pragma unroll
                 for (int e = 0; e < RUN; ++e) v[e] += shift[e];
-                if (add) {
+                if (add && at < p.rows) {
 #pragma unroll
                     for (int e = 0; e < RUN; e += VEC_ADD)
                         if (f + e < FEW) {
@@ -188,13 +208,22 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
                         }
                 }
 #pragma unroll
-                for (int e = 0; e < RUN; e += VEC_Y) {
-                    float part[VEC_Y];
+                for (int e = 0; e < RUN; e += PIECE) {
+                    float part[PIECE];
 #pragma unroll
-                    for (int k = 0; k < VEC_Y; ++k) part[k] = RELU ? clamp_below(v[e + k], 0.0f) : v[e + k];
-                    if (f + e < FEW) store(out + at * FEW + f + e, part);
+                    for (int k = 0; k < PIECE; ++k) part[k] = RELU ? clamp_below(v[e + k], 0.0f) : v[e + k];
+                    if (f + e < FEW) store(lines + (threadIdx.x % 32 / 4 + 8 * i) * FEW + f + e, part);
                 }
             }
+        }
+        __syncwarp();
+        const i64 first = row - threadIdx.x % 32 / 4;
+        const int count = int(p.rows - first < WARP_ROWS ? p.rows - first : WARP_ROWS) * FEW;
+        for (int i = threadIdx.x % 32 * VEC_Y; i < count; i += 32 * VEC_Y) {
+            if (i + VEC_Y <= count)
+                store_raw(out + first * FEW + i, load_raw<VEC_Y>(lines + i));
+            else
+                for (int k = i; k < count; ++k) out[first * FEW + k] = lines[k];
         }
     }
 }
@@ -281,21 +310,13 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
 #endif
 }
 
-// Lays the filters out as `widen` reads them.
-DEVICE void lay_out(uint4* filters, const T* __restrict__ w, const Problem& p, int chunks) {
-#pragma unroll 8
-    for (int i = threadIdx.x; i < chunks * SLOTS * CHUNK; i += 256) {
-        int f = i / CHUNK % SLOTS, j = i / (SLOTS * CHUNK) * CHUNK + i % CHUNK;
-        if constexpr (UNITS) {  // word `product` of a lane's four is of column g of that product
-            const int product = i / 2 % 4, lane = i / 8 % 32, g = lane / 4;
-            f = lane % 4 * RUN + i / 256 % OCTETS * 2 + i % 2;
-            j = i / (256 * OCTETS) * CHUNK + g / 2 * 8 + product * 2 + g % 2;
-        }
-        reinterpret_cast<T*>(filters)[i] = filter(w, p, f, j);
-    }
-}
+// Whether a thread's part of a row begins a sector of memory that the first thread of the next chunk ends: written
+// apart, each half would have the sector read before.
+DEVICE bool waits(const T* to) { return threadIdx.x % 4 == 3 && (u64(to) & 16) == 0; }
 
-extern "C" __global__ void __launch_bounds__(256, UNITS && FEW <= 4 && VEC_Y == WIDTH && VEC_ADD == WIDTH ? 3 : 2)
+constexpr bool LEAN = UNITS && FEW <= 4 && VEC_Y == WIDTH && VEC_ADD == WIDTH && !SEAMS;
+
+extern "C" __global__ void __launch_bounds__(256, LEAN ? 3 : 2)
 conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                          const T* __restrict__ add, T* __restrict__ out, const Problem p) {
     await_predecessor();
@@ -315,6 +336,7 @@ conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, 
         i64 at[EACH];
 #pragma unroll
         for (int i = 0; i < EACH; ++i) at[i] = row + 8 * i < p.rows ? row + 8 * i : p.rows - 1;
+        Vector held[EACH];
         for (int c = 0; c < chunks; ++c) {
             const int channel = c * CHUNK + t * WIDTH;
             Vector added[EACH];
@@ -338,13 +360,35 @@ conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, 
                 }
                 if (row + 8 * i >= p.rows) continue;
                 T* to = out + at[i] * p.wide + channel;
+                if constexpr (RELU)
+#pragma unroll
+                    for (int e = 0; e < WIDTH; ++e) y[i][e] = clamp_below(y[i][e], 0.0f);
+                if constexpr (SEAMS) {
+                    Vector now = pack<T>(y[i]);
+                    if (waits(to)) {
+                        const Vector before = held[i];
+                        held[i] = now, now = before;
+                        if (c > 0) store_raw(to - CHUNK, now);
+                    } else if (channel < p.wide) {
+                        store_raw(to, now);
+                    }
+                    continue;
+                }
 #pragma unroll
                 for (int e = 0; e < WIDTH; e += VEC_Y) {
                     float part[VEC_Y];
 #pragma unroll
-                    for (int k = 0; k < VEC_Y; ++k) part[k] = RELU ? clamp_below(y[i][e + k], 0.0f) : y[i][e + k];
+                    for (int k = 0; k < VEC_Y; ++k) part[k] = y[i][e + k];
                     if (channel + e < p.wide) store(to + e, part);
                 }
+            }
+        }
+        if constexpr (SEAMS) {
+            const int channel = (chunks - 1) * CHUNK + t * WIDTH;
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) {
+                T* to = out + at[i] * p.wide + channel;
+                if (row + 8 * i < p.rows && channel < p.wide && waits(to)) store_raw(to, held[i]);
             }
         }
     }

@@ -7,22 +7,23 @@ would multiply, or fetch, mostly nothing.
 from __future__ import annotations
 
 import functools
-from math import gcd, inf
+from math import gcd
 from typing import Any, NamedTuple
 
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
 from minidl.cuda.convolution.conv2d_walk import itemsize_of
-from minidl.cuda.rows import ACCESS, rows, vector_width
+from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
-MOST_ALWAYS, MOST_ROUNDED = 8, 4  # as many as no other kernel does faster (seen on an H200)
-START, MOVED = 4.5, 3.3e6  # microseconds, and bytes in one, seen there of 9 to 32 channels
+# Channels of which no other kernel is faster, as seen on an H200: of a weight gradient, of one in TF32; of an output or
+# data gradient, but for an output of few channels, of whose filters Hopper's kernels read whole rows.
+WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -69,22 +70,25 @@ def applies(conv: Convolution, code: int) -> bool:
     return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
-def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: float) -> bool:
-    """Whether they should be faster than kernels that multiply tiles: there are pixels for all multiprocessors, rows
-    have something for most of the four threads that share one, and Hopper's kernels, which should take ``hopper``
-    microseconds (infinitely many where they cannot do it), are slower.
+def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool) -> bool:
+    """Whether they should be faster than kernels that multiply tiles: there are pixels for some multiprocessors, rows
+    have something for most of the four threads that share one, and Hopper's kernels cannot do it or are slower.
 
     Args:
         which: forward, backward_data or backward_weight.
+        hopper: they can.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
-    if conv.pixels < 2 * 132 * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
+    least = 16 if code and few <= GATHERED and not weight else 2 * 132
+    if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
-    if weight and tf32 == 1:  # rounding every operand takes longer than memory
-        return few <= MOST_ROUNDED
-    if few <= MOST_ALWAYS or hopper == inf:
+    if weight and (hopper or tf32 == 1):
+        return few <= (ROUNDED if tf32 == 1 else WEIGHT)
+    if few <= FEW or not hopper:
         return few <= FEW
-    return not weight and START + itemsize_of(code) * conv.pixels * (few + wide) / MOVED < hopper
+    if which == "forward":
+        return conv.channels < conv.out_channels
+    return not weight and few <= GATHERED
 
 
 def gather(
@@ -104,7 +108,8 @@ def gather(
     With ``relu``, the output of a ReLU over that.
     """
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
-    vectors = vector_width(source), vector_width(output), ACCESS if add is None else vector_width(add)
+    flat = gcd(address(output) // output.itemsize, ACCESS // output.itemsize)
+    vectors = vector_width(source), flat, ACCESS if add is None else vector_width(add)
     _plan_gather(conv, code, tf32, backward, pitches, vectors, relu).start(source, w, bias, add, output)
 
 
@@ -133,21 +138,24 @@ def _plan_gather(
 
     Args:
         pitches: elements per pixel of the source and of the array to be added.
-        vectors: widest legal vectors of the source, of the output and of that array.
+        vectors: widest legal vectors of the source, of the output as one row, and of that array.
     """
     sides, itemsize = _sides(conv), itemsize_of(code)
     most = ACCESS // itemsize
     narrow = (conv.out_channels <= conv.channels) != backward
     run = 2 * ceil_div(sides.few, 8) if code else 2  # of the few, of a thread
-    wide_x, wide_y, wide_add = (min(vector, most) for vector in vectors)
-    few_x, few_y, few_add = (gcd(vector, run) for vector in (wide_x, wide_y, wide_add))
+    wide_x, flat, wide_add = (min(vector, most) for vector in vectors)
+    few_x, few_add = gcd(wide_x, run), gcd(wide_add, run)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
     # Beside the sums of more than 24 there are no registers for two.
     batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
-        defines |= {"VEC_X": wide_x, "VEC_Y": few_y, "VEC_ADD": few_add, "BATCH": batch}
+        defines |= {"VEC_X": wide_x, "VEC_Y": flat, "VEC_ADD": few_add, "BATCH": batch}
     else:
+        wide_y = gcd(flat, sides.wide)
         defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
+        # Of float32, and beside more than 24, there are no registers to hold them.
+        defines["SEAMS"] = int(code > 0 and sides.few <= 24 and wide_y == most and sides.wide % (2 * most) > 0)
     count = ceil_div(conv.pixels, ROWS)
     share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
@@ -155,7 +163,7 @@ def _plan_gather(
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
     name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
-    shared = sides.shared_bytes(itemsize, batch)
+    shared = sides.shared_bytes(itemsize, batch) + narrow * ROWS * sides.few * itemsize
     return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
 
 

@@ -1,13 +1,13 @@
-// Weight gradient of thin convolutions (conv2d_thin.cu): chunks of rows to float32 partials, which sum_partials_kernel of
-// channel_sum.cu adds up.
+// Weight gradient of thin convolutions (conv2d_thin.cu): chunks of rows to float32 partials, which sum_partials_kernel
+// of channel_sum.cu adds up.
 //
 //   partials[chunk, f * few_step + j * wide_step] = sum over the rows r of the chunk of few[r, f] * wide[r, j]
 //
-// Layout: few, wide  rows * pitch + channel. A warp takes 16 rows at a time of 128 bytes of `wide`: lane 4g + t the vector
-// g of rows 4t to 4t + 3. For mma.sync these are, two rows interleaved, fragments of `wide` turned: its row g or g + 8 is
-// channel 8g + 2q or 8g + 2q + 1 of product q, its depth the rows. The few come likewise: lane 4g + t has the EACH from
-// EACH * g on of its four rows, which are column g of as many products. Float32 is multiplied as it is, and the four
-// threads of a vector add up their rows at the end; then the warps, in order.
+// Layout: few, wide  rows * pitch + channel. A warp takes 16 rows at a time of 128 bytes of `wide`: lane 4g + t the
+// vector g of rows 4t to 4t + 3. For mma.sync these are, two rows interleaved, fragments of `wide` turned: its row g or
+// g + 8 is channel 8g + 2q or 8g + 2q + 1 of product q, its depth the rows. The few come likewise: lane 4g + t has the
+// EACH from EACH * g on of its four rows, which are column g of as many products. Float32 is multiplied as it is, and
+// the four threads of a vector add up their rows at the end; then the warps, in order.
 //
 // Macros: DTYPE, TF32, FEW; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor of EACH.
 // Block: 8 warps. Grid: (blocks of 128 bytes of channels, chunks). A chunk is a multiple of 128 rows.
@@ -27,7 +27,8 @@ struct Sum {
 #if DTYPE
     float parts[4][EACH][4] = {};
 
-    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row, i64 end) {
+    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row,
+                                        i64 end) {
         const int first = threadIdx.x % 32 / 4 * EACH;
         T y[4][EACH];
 #pragma unroll
@@ -37,7 +38,8 @@ struct Sum {
                 Raw<T, VEC_FEW> part;
 #pragma unroll
                 for (int e = 0; e < VEC_FEW; ++e) part.items[e] = from_float<T>(0.0f);
-                if (first + j < FEW && row + i < end) part = load_raw<VEC_FEW>(few + (row + i) * p.few_pitch + first + j);
+                if (first + j < FEW && row + i < end)
+                    part = load_raw<VEC_FEW>(few + (row + i) * p.few_pitch + first + j);
 #pragma unroll
                 for (int e = 0; e < VEC_FEW; ++e) y[i][j + e] = part.items[e];
             }
@@ -48,9 +50,9 @@ struct Sum {
             for (int i = 0; i < 4; ++i) column.items[i] = y[i][j];
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
-                const u32 a[4] = {
-                    __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x5410), __byte_perm(x[0].pairs[q], x[1].pairs[q], 0x7632),
-                    __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x5410), __byte_perm(x[2].pairs[q], x[3].pairs[q], 0x7632)};
+                const u32 w[4] = {x[0].pairs[q], x[1].pairs[q], x[2].pairs[q], x[3].pairs[q]};
+                const u32 a[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+                                  __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)};
                 multiply_units(parts[q][j], a, {column.pairs[0], column.pairs[1]});
             }
         }
@@ -67,7 +69,8 @@ struct Sum {
 #else
     float parts[FEW][WIDTH] = {};
 
-    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row, i64 end) {
+    __device__ __forceinline__ void add(const Vector (&x)[4], const T* __restrict__ few, const Problem& p, i64 row,
+                                        i64 end) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (row + i >= end) break;
