@@ -12,7 +12,7 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
 from minidl.cuda.sparse.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
@@ -116,6 +116,39 @@ def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
                     y = a.matmul(cuda_ops.from_host(x), bias=given, relu=True, **where)
                 message = f"{name}, {samples} samples"
                 np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=message)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "shape,density", [((536, 600), 0.1), ((1032, 528), 0.3), ((600, 2048), 0.02), ((64, 72), 1.0), ((777, 1304), 0.1)]
+)
+def test_few_samples_on_hopper_are_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
+    """However many thread blocks share the sums; the last group of output features partly or mostly empty; blocks of more
+    elements than are known to be cleared, and none.
+    """
+    from minidl.cuda.device import current_device
+
+    if current_device().arch != csb_skinny_hopper.ARCH:
+        pytest.skip("needs a Hopper GPU")
+    if shape[0 if transposed else 1] % 8:
+        shape = shape[::-1]
+    a = Matrix(cuda_ops, rng, shape, 64, density, storage)
+    features, depth = shape[::-1] if transposed else shape
+    units = -(-features // 256) * -(-depth // 64)
+    for samples, blocks in itertools.product((1, 27, 64), (1, 2, 5, units)):
+        if blocks > units:
+            continue
+        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        bias = draw_integers(rng, features, float32)
+        expected = reference.matmul(
+            a.dense, x.astype(float), bias=bias, relu=True, transposed=transposed, features_last=True
+        )
+        arrays = *a.pattern, a.values, cuda_ops.from_host(x)
+        y = cuda_ops.empty((samples, features), storage)
+        csb_skinny_hopper.matmul(*arrays, y, shape, transposed, cuda_ops.from_host(bias), True, blocks)
+        got = cuda_ops.to_host(y).astype(float)
+        np.testing.assert_array_equal(got, expected.astype(storage).astype(float), err_msg=f"{samples}, {blocks}")
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
