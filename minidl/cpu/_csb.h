@@ -27,8 +27,8 @@ typedef int csb_i8 __attribute__((vector_size(32)));
 enum {
     CSB_MOST_SIDE = 256,
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
-    CSB_STREAM = 16,  /* samples up to which a block runs as it lies */
-    CSB_RUNS = 8,     /* of its rows, side by side */
+    CSB_STREAM = 16,  /* samples up to which a block runs as it lies, its dense operand packed */
+    CSB_RUNS = 4,     /* of its rows, side by side */
 };
 
 typedef struct {
@@ -217,30 +217,42 @@ typedef struct {
 DEFINE_CSB_KERNELS(32, csb_v16, 2)
 DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
+/* Four nonzeros' places in a word, the first lowest: one load, and less to take each apart. */
+MINIDL_INLINE uint64_t csb_four(const uint16_t *items)
+{
+    return items[0] | (uint64_t)items[1] << 16 | (uint64_t)items[2] << 32 | (uint64_t)items[3] << 48;
+}
+
 /* One tile of a single vector, a block as it lies: y[row] += value * x[column], or transposed. Outputs stay in memory:
  * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have wait for each
- * other; so, not transposed, several runs of whole rows go side by side. */
+ * other; so, not transposed, several runs of whole rows go side by side. `transposed` is a constant. */
 #define DEFINE_CSB_STREAM(lanes, vec)                                                                                  \
     MINIDL_INLINE void csb_stream_##lanes(                                                                             \
-        ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y, int transposed)           \
+        ptrdiff_t count, const uint16_t *items, const float *values, const float *x, float *y, int transposed)         \
     {                                                                                                                  \
-        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count;                                                               \
-        for (int q = 0; q <= CSB_RUNS && !transposed; q++) {                                                           \
-            at[q] = count * q / CSB_RUNS;                                                                              \
+        const int runs = transposed ? 1 : CSB_RUNS;                                                                    \
+        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count, most = 0, i = 0;                                              \
+        for (int q = 1; q <= runs; q++) {                                                                              \
+            at[q] = count * q / runs;                                                                                  \
             while (0 < at[q] && at[q] < count && items[at[q]] >> 8 == items[at[q] - 1] >> 8) at[q]++;                  \
-            if (q > 0) least = csb_least(least, at[q] - at[q - 1]);                                                    \
+            least = csb_least(least, at[q] - at[q - 1]);                                                               \
+            most = most < at[q] - at[q - 1] ? at[q] - at[q - 1] : most;                                                \
         }                                                                                                              \
-        for (ptrdiff_t i = 0; i < least && !transposed; i++)                                                           \
-            UNROLL for (int q = 0; q < CSB_RUNS; q++)                                                                  \
-                CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);                  \
-        for (int q = 0; q < CSB_RUNS && !transposed; q++)                                                              \
-            for (ptrdiff_t i = at[q] + least; i < at[q + 1]; i++)                                                      \
-                CSB_STREAM_ONE(lanes, vec, i, items[i] >> 8, items[i] & 255);                                          \
-        for (ptrdiff_t i = 0; i < count && transposed; i++)                                                            \
-            CSB_STREAM_ONE(lanes, vec, i, items[i] & 255, items[i] >> 8);                                              \
+        for (; i + 4 <= least; i += 4) {                                                                               \
+            uint64_t four[CSB_RUNS];                                                                                   \
+            UNROLL for (int q = 0; q < runs; q++) four[q] = csb_four(items + at[q] + i);                               \
+            UNROLL for (int k = 0; k < 4; k++)                                                                         \
+                UNROLL for (int q = 0; q < runs; q++, four[q - 1] >>= 16)                                              \
+                    CSB_STREAM_ONE(lanes, vec, at[q] + i + k, four[q] >> 8 & 255, four[q] & 255);                      \
+        }                                                                                                              \
+        for (; i < most; i++)                                                                                          \
+            UNROLL for (int q = 0; q < runs; q++)                                                                      \
+                if (at[q] + i < at[q + 1])                                                                             \
+                    CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);              \
     }
-#define CSB_STREAM_ONE(lanes, vec, i, out, in)                                                                         \
-    (*(vec *)(y + (out) * (lanes)) += values[i] * *(const vec *)(tile.x + (in) * tile.step))
+#define CSB_STREAM_ONE(lanes, vec, i, row, column)                                                                     \
+    (*(vec *)(y + (transposed ? column : row) * (lanes)) +=                                                            \
+     values[i] * *(const vec *)(x + (transposed ? row : column) * (lanes)))
 DEFINE_CSB_STREAM(1, float)
 DEFINE_CSB_STREAM(8, csb_v8)
 DEFINE_CSB_STREAM(16, csb_v16)
@@ -336,7 +348,9 @@ static void minidl_csb_product(
                               : scratch->outputs + ((t - first) * side + r) * lanes;
 #define CSB_ROWS(lanes)                                                                                                \
     csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh)
-#define CSB_RUN(lanes) csb_stream_##lanes(count, items, values, from, y, p->transposed)
+#define CSB_RUN(lanes)                                                                                                 \
+    p->transposed ? csb_stream_##lanes(count, items, values, from.x, y, 1)                                             \
+                  : csb_stream_##lanes(count, items, values, from.x, y, 0)
             if (lanes == 64)
                 CSB_ROWS(64);
             else if (lanes == 32)
