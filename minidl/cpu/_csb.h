@@ -29,6 +29,7 @@ enum {
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
     CSB_STREAM = 16,  /* samples up to which a block runs as it lies, its dense operand packed */
     CSB_RUNS = 4,     /* of its rows, side by side */
+    CSB_STRETCH = 64, /* features of a sample that are turned together: whole lines of few rows at a time */
 };
 
 typedef struct {
@@ -102,12 +103,12 @@ static void minidl_csb_pack(
     }
     for (; samples > 0; samples -= lanes, x += lanes * pitch, to += tile) {
         const ptrdiff_t some = csb_least(lanes, samples);
-        ptrdiff_t f = first;
-        if (some == lanes)
-            for (; f + 8 <= last; f += 8)
-                for (ptrdiff_t s = 0; s < lanes; s += 8)
+        const ptrdiff_t wide = some == lanes && lanes % 8 == 0 ? first + (last - first) / 8 * 8 : first;
+        for (ptrdiff_t g = first; g < wide; g += CSB_STRETCH)
+            for (ptrdiff_t s = 0; s < lanes; s += 8)
+                for (ptrdiff_t f = g; f < csb_least(g + CSB_STRETCH, wide); f += 8)
                     csb_turn(x + s * pitch + f, pitch, to + f * lanes + s, lanes);
-        for (; f < last; f++) {
+        for (ptrdiff_t f = wide; f < last; f++) {
             for (ptrdiff_t s = 0; s < some; s++) to[f * lanes + s] = x[s * pitch + f];
             memset(to + f * lanes + some, 0, (lanes - some) * sizeof(float));
         }
@@ -295,9 +296,10 @@ MINIDL_INLINE void csb_store(
         float *y = p->y + sample * p->pitch + feature;
         const ptrdiff_t some = csb_least(lanes, end - sample);
         const ptrdiff_t whole = some / 8 * 8, wide = whole ? rows / 8 * 8 : 0;
-        for (ptrdiff_t f = 0; f < wide; f += 8)
+        for (ptrdiff_t g = 0; g < wide; g += CSB_STRETCH)
             for (ptrdiff_t s = 0; s < whole; s += 8)
-                csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
+                for (ptrdiff_t f = g; f < csb_least(g + CSB_STRETCH, wide); f += 8)
+                    csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
         for (ptrdiff_t s = 0; s < some; s++)
             for (ptrdiff_t f = s < whole ? wide : 0; f < rows; f++) y[s * p->pitch + f] = outputs[f * lanes + s];
     }
