@@ -124,8 +124,8 @@ def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
     "shape,density", [((536, 600), 0.1), ((1032, 528), 0.3), ((600, 2048), 0.02), ((64, 72), 1.0), ((777, 1304), 0.1)]
 )
 def test_few_samples_on_hopper_are_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
-    """However many thread blocks share the sums; the last group of output features partly or mostly empty; blocks of more
-    elements than are known to be cleared, and none.
+    """However many thread blocks share the sums; groups of output features that are partly or mostly empty; blocks of
+    more elements than are known to be cleared, and of none.
     """
     from minidl.cuda.device import current_device
 

@@ -77,5 +77,5 @@ def matmul(
     launch("csb_skinny_hopper", "csb_skinny_hopper_kernel", blocks, THREADS, *arrays, problem, defines=defines,
            shared=SHARED)  # fmt: skip
     grid = ceil_div(samples * ceil_div(features, 4), 256)
-    launch("csb_skinny_hopper", "csb_skinny_hopper_fold_kernel", grid, 256, partials, bias, y, np.int32(blocks), problem,
-           defines=defines)  # fmt: skip
+    arrays = partials, bias, y, np.int32(blocks), problem
+    launch("csb_skinny_hopper", "csb_skinny_hopper_fold_kernel", grid, 256, *arrays, defines=defines)
