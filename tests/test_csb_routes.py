@@ -153,6 +153,31 @@ def test_few_samples_on_hopper_are_exact_on_whole_numbers(cuda_ops, rng, shape, 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("storage", [float32, bfloat16], ids=["fp32", "bf16"])
+def test_every_route_gives_its_bits_again_and_keeps_samples_apart(cuda_ops, rng, storage, transposed, features_last):
+    """A NaN of one sample is seen in no other, not even in the last bits."""
+    from minidl.cuda.device import current_device
+
+    a = Matrix(cuda_ops, rng, (2048, 1544), 64, 0.1, storage, values=draw)
+    where = {"transposed": transposed, "features_last": features_last}
+    for samples in (24, 64, 300):
+        x = _operand(rng, a, samples, transposed, features_last, storage, draw)
+        other = x.copy()
+        other[(5, 7) if features_last else (7, 5)] = np.nan
+        on = cuda_ops.from_host(x), cuda_ops.from_host(other)
+        for split in (None, *(SPLITS if storage == float32 else ())):
+            fits = a.product(samples, np.dtype(storage), transposed, features_last, split).fits(current_device())
+            for name in (name for name in ROUTES if fits[name]):
+                with route(name):
+                    first, again, nan = (a.matmul(v, split=split, **where) for v in (on[0], on[0], on[1]))
+                message = f"{name}, {split}, {samples} samples"
+                assert first.tobytes() == again.tobytes(), message
+                apart = [np.delete(y, 5, 0 if features_last else 1).tobytes() for y in (first, nan)]
+                assert apart[0] == apart[1] and np.isnan(nan.astype(float)).any(), message
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("side", [64, 128, 256])
 def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transposed, features_last):
     from minidl.cuda.device import current_device
