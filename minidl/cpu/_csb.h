@@ -284,13 +284,15 @@ MINIDL_INLINE void csb_store(
     const CsbProduct *p, float *outputs, ptrdiff_t feature, ptrdiff_t rows, ptrdiff_t sample, ptrdiff_t end)
 {
     const ptrdiff_t lanes = p->lanes, tile = p->a.side * lanes;
+    const int alike = !p->features_last && p->pitch == lanes; /* memory is one such tile */
     for (ptrdiff_t f = 0; f < rows; f++)
         for (ptrdiff_t s = sample; s < end; s += lanes) {
             float *row = outputs + (s - sample) / lanes * tile + f * lanes;
             csb_finish(p, row, feature + f);
-            if (!p->features_last)
+            if (!p->features_last && !alike)
                 memcpy(p->y + (feature + f) * p->pitch + s, row, csb_least(lanes, end - s) * sizeof(float));
         }
+    if (alike && sample < end) memcpy(p->y + feature * lanes, outputs, rows * lanes * sizeof(float));
     if (!p->features_last) return;
     for (; sample < end; sample += lanes, outputs += tile) {
         float *y = p->y + sample * p->pitch + feature;
