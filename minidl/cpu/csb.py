@@ -62,7 +62,7 @@ def csb_matmul(
     if samples == 0 or outer == 0:
         return empty(out_shape, x.dtype)
     if samples == 1:  # the same in memory either way
-        wide, features_last = wide.reshape(1, features), True
+        wide, features_last = np.ascontiguousarray(wide).reshape(1, features), True
     y = empty((samples, outer) if features_last else (outer, samples), float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     reuse = _REUSE_NEAR if features * lanes <= _NEAR_FLOATS else _REUSE
