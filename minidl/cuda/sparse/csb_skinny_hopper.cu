@@ -28,6 +28,8 @@
 // Macros: DTYPE (1, 2), TRANSPOSED, ROUNDS (of 128 elements, of a block on its way).
 #include "hopper.cuh"
 
+constexpr u32 NONE = ~0u;
+
 struct Problem {
     int samples, features;
     int rows;          // blocks along the output features
@@ -41,9 +43,17 @@ struct Problem {
 #define STAGES 4
 #endif
 constexpr int SIDE = 64, BLOCKS = 4, FEATURES = BLOCKS * SIDE;
-constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 + 32 * FETCHERS;
+#ifndef MULTIPLIERS
+#define MULTIPLIERS 1
+#endif
+constexpr int HALVES = 2 / MULTIPLIERS;  // of a unit's output features, that a warpgroup multiplies
+constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 * MULTIPLIERS + 32 * FETCHERS;
 constexpr int TILE = SIDE * 128, STAGE = (BLOCKS + 1) * TILE;  // x behind the tiles
-constexpr int CHUNK = 32 * 4 * ROUNDS;
+#ifndef GIVEN
+#define GIVEN 64
+#define TAKEN (MULTIPLIERS == 2 ? 112 : 216)
+#endif
+constexpr int CHUNK = 32 * ROUNDS;  // words of four elements that a warp holds
 
 // Which units a thread block takes.
 struct Units {
@@ -59,131 +69,144 @@ DEVICE void put(u32 address, u32 value) {
     asm volatile("st.shared.u16 [%0], %1;" ::"r"(address), "h"(static_cast<u16>(value)) : "memory");
 }
 
-// Where two elements go in a tile, swizzled as the unit reads it: bytes from its begin, packed like their indices. Of
-// whatever an index says the place is in the tile.
+// Where two elements go in a tile, swizzled as the unit reads it: bytes from its begin, packed like their indices.
 DEVICE u32 places_of(u32 pair) {
-    const u32 high = pair >> 8 & 0x003f003f, low = pair & 0x003f003f;
-    const u32 out = TRANSPOSED ? low : high, k = TRANSPOSED ? high : low;
-    return (out << 7) + (k << 1 ^ (out & 0x00070007) << 4);
+    const u32 row = TRANSPOSED ? pair << 7 & 0x1f801f80 : pair >> 1 & 0x1f801f80;
+    const u32 column = TRANSPOSED ? pair >> 7 & 0x007e007e : pair << 1 & 0x007e007e;
+    const u32 swizzle = TRANSPOSED ? pair << 4 & 0x00700070 : pair >> 4 & 0x00700070;
+    return row | (column ^ swizzle);
 }
 
-// The elements of a block on their way to a tile.
-struct Elements {
-    int begin, end;
-    uint2 indices[ROUNDS], values[ROUNDS];
+// A tile begins at a multiple of its size.
+DEVICE void put_pair(u32 tile, u32 places, u32 low, u32 high) {
+    put(tile | (places & 0x1fff), low);
+    put(tile + (places >> 16), high);
+}
 
-    __device__ __forceinline__ int element(int round, int first) const {
-        return first + 4 * (32 * round + static_cast<int>(threadIdx.x % 32));
+// The elements of a block on their way to a tile: words of four, and those at its ends, which share their words with the
+// blocks beside it.
+struct Elements {
+    int first, words;  // not the ends
+    uint2 indices[ROUNDS], values[ROUNDS];
+    u32 end_index, end_value;
+
+    __device__ __forceinline__ void fetch_words(const u16* __restrict__ from, const T* __restrict__ values_from) {
+        const int lane = threadIdx.x % 32;
+        const uint2* i = reinterpret_cast<const uint2*>(from + first) + lane;
+        const uint2* v = reinterpret_cast<const uint2*>(values_from + first) + lane;
+        asm volatile("" : "+l"(i), "+l"(v));  // else the compiler makes each address anew
+#pragma unroll
+        for (int r = 0; r < ROUNDS; ++r)
+            if (lane + 32 * r < words) indices[r] = __ldg(i + 32 * r), values[r] = __ldg(v + 32 * r);
     }
 
-    __device__ __forceinline__ void fetch(const u16* __restrict__ from, const T* __restrict__ values_from, int first) {
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int e = element(r, first);
-            if (e < end) {
-                indices[r] = __ldg(reinterpret_cast<const uint2*>(from + e));
-                values[r] = __ldg(reinterpret_cast<const uint2*>(values_from + e));
-            }
-        }
+    __device__ __forceinline__ void fetch(const u16* __restrict__ from, const T* __restrict__ values_from, int begin,
+                                          int end) {
+        const int lane = threadIdx.x % 32, e = lane < 4 ? begin + lane : (end & ~3) + lane - 4;
+        first = begin + 3 & ~3, words = (end - first) >> 2;
+        fetch_words(from, values_from);
+        end_index = NONE;
+        if (lane < 8 && e >= begin && e < end) end_index = __ldg(from + e), end_value = values_from[e].bits;
     }
 
     // Turns indices into places.
-    __device__ __forceinline__ void scatter(u32 tile, int first) {
+    __device__ __forceinline__ void scatter(u32 tile) {
+        const int lane = threadIdx.x % 32;
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            const int e = element(r, first);
-            indices[r].x = places_of(indices[r].x), indices[r].y = places_of(indices[r].y);
-            if (e >= begin && e < end) put(tile + (indices[r].x & 0xffff), values[r].x);
-            if (e + 1 >= begin && e + 1 < end) put(tile + (indices[r].x >> 16), values[r].x >> 16);
-            if (e + 2 >= begin && e + 2 < end) put(tile + (indices[r].y & 0xffff), values[r].y);
-            if (e + 3 >= begin && e + 3 < end) put(tile + (indices[r].y >> 16), values[r].y >> 16);
+        for (int r = 0; r < ROUNDS; ++r)
+            if (lane + 32 * r < words) {
+                indices[r].x = places_of(indices[r].x), indices[r].y = places_of(indices[r].y);
+                put_pair(tile, indices[r].x, values[r].x, values[r].x >> 16);
+                put_pair(tile, indices[r].y, values[r].y, values[r].y >> 16);
+            }
+        if (end_index != NONE) {
+            end_index = places_of(end_index);
+            put(tile | end_index, end_value);
         }
     }
-};
 
-// Where the last elements of a tile went. Words that a block shares with its neighbours make places that hold nothing.
-struct Places {
-    int first, end;
-    uint2 places[ROUNDS];
-
-    __device__ __forceinline__ void keep(const Elements& block, int from) {
-        first = block.begin & ~3, end = block.end;
-        if (from != first) end = first + CHUNK + 1;  // there were more than are known
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) places[r] = block.indices[r];
-    }
-
+    // Zeros where the elements went.
     __device__ __forceinline__ void clear(u32 tile) const {
         const int lane = threadIdx.x % 32;
-        if (end - first > CHUNK) {
+        if (words > CHUNK) {
 #pragma unroll
             for (int i = 0; i < TILE / 512; ++i) store_shared(tile + 16 * (lane + 32 * i), make_float4(0, 0, 0, 0));
             return;
         }
 #pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) {
-            if (first + 4 * (32 * r + lane) < end) {
-                put(tile + (places[r].x & 0xffff), 0), put(tile + (places[r].x >> 16), 0);
-                put(tile + (places[r].y & 0xffff), 0), put(tile + (places[r].y >> 16), 0);
-            }
-        }
+        for (int r = 0; r < ROUNDS; ++r)
+            if (lane + 32 * r < words) put_pair(tile, indices[r].x, 0, 0), put_pair(tile, indices[r].y, 0, 0);
+        if (end_index != NONE) put(tile | end_index, 0);
+    }
+};
+
+// A place in the blocks that a warp expands, every STAGES-th unit.
+struct Path {
+    int step, row;
+
+    __device__ __forceinline__ Path(const Problem& p, int unit, int mine)
+        : step(unit % p.steps), row(unit / p.steps * BLOCKS + mine) {}
+
+    __device__ __forceinline__ void advance(const Problem& p) {
+        for (step += STAGES; step >= p.steps; step -= p.steps) row += BLOCKS;
+    }
+
+    // The bounds of the block; empty behind the last unit.
+    __device__ __forceinline__ int2 find(const int* __restrict__ indptr, const Problem& p, bool there) const {
+        if (!there || row >= p.rows) return make_int2(0, 0);
+        const int block = TRANSPOSED ? step * p.across + row : row * p.across + step;  // of fewer than 2^31
+        return make_int2(__ldg(indptr + block), __ldg(indptr + block + 1));
     }
 };
 
 // A warp expands one block of every STAGES-th unit.
 DEVICE void expand(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                    const TensorMap& x, const Problem& p, u32 stages, u32 full, u32 empty) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, stage = warp / BLOCKS, mine = warp % BLOCKS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * MULTIPLIERS, stage = warp / BLOCKS, mine = warp % BLOCKS;
     const u32 at = stages + stage * STAGE, tile = at + mine * TILE;
     full += 8 * stage, empty += 8 * stage;
     const Units share(p);
-    const auto find = [&](int unit, int& begin, int& end) {
-        begin = end = 0;
-        const int step = unit % p.steps, row = unit / p.steps * BLOCKS + mine;
-        if (unit >= share.last || row >= p.rows) return;
-        const int block = TRANSPOSED ? step * p.across + row : row * p.across + step;  // of fewer than 2^31
-        begin = __ldg(indptr + block), end = __ldg(indptr + block + 1);
-    };
-    Elements next;
-    Places before;
-    before.first = 0, before.end = CHUNK + 1;  // nothing is known of the tile
-    int unit = share.first + stage, after_begin, after_end;
-    find(unit, next.begin, next.end);
-    next.fetch(indices, values, next.begin & ~3);
-    find(unit + STAGES, after_begin, after_end);
+    int unit = share.first + stage;
+    Path here(p, unit, mine), ahead = here;
+    const int2 bounds = ahead.find(indptr, p, unit < share.last);
+    ahead.advance(p);
+    int2 next = ahead.find(indptr, p, unit + STAGES < share.last);
+    Elements block;
+    block.fetch(indices, values, bounds.x, bounds.y);
+    Elements before;
+    before.words = CHUNK + 1;  // nothing is known of the tile
     for (u32 parity = 1; unit < share.last; unit += STAGES, parity ^= 1) {
         barrier_wait(empty, parity);
         if (mine == 0 && lane == 0) {
             barrier_expect(full, p.box);
-            load_box(at + BLOCKS * TILE, x, full, unit % p.steps * SIDE, 0);
+            load_box(at + BLOCKS * TILE, x, full, here.step * SIDE, 0);
         }
         before.clear(tile);
         __syncwarp();
-        int first = next.begin & ~3;
-        next.scatter(tile, first);
-        for (; first + CHUNK < next.end;) {
-            first += CHUNK;
-            next.fetch(indices, values, first);
-            next.scatter(tile, first);
+        block.scatter(tile);
+        before = block;
+        while (block.words > CHUNK) {
+            block.first += 4 * CHUNK, block.words -= CHUNK;
+            block.fetch_words(indices, values);
+            block.scatter(tile);
         }
-        before.keep(next, first);
         __syncwarp();
         if (lane == 0) barrier_arrive(full);
-        next.begin = after_begin, next.end = after_end;
-        next.fetch(indices, values, next.begin & ~3);
-        find(unit + 2 * STAGES, after_begin, after_end);
+        block.fetch(indices, values, next.x, next.y);
+        ahead.advance(p), here.advance(p);
+        next = ahead.find(indptr, p, unit + 2 * STAGES < share.last);
     }
 }
 
 // Leaves the sums of a group of output features: row g of a warp's 16 is a sample.
-DEVICE void leave(float* __restrict__ to, const float (&sum)[2][64], int samples) {
-    const int lane = threadIdx.x % 32, sample = threadIdx.x / 32 * 16 + lane / 4;
-    to += sample * FEATURES + lane % 4 * 2;
+DEVICE void leave(float* __restrict__ to, const float (&sum)[HALVES][64], int samples) {
+    const int lane = threadIdx.x % 32, sample = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    to += sample * FEATURES + threadIdx.x / 128 * 128 * HALVES + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         if (sample + 8 * i < samples) {
 #pragma unroll
-            for (int j = 0; j < FEATURES / 8; ++j)
+            for (int j = 0; j < 16 * HALVES; ++j)
                 *reinterpret_cast<float2*>(to + 8 * i * FEATURES + 8 * j) =
                     make_float2(sum[j / 16][4 * (j % 16) + 2 * i], sum[j / 16][4 * (j % 16) + 2 * i + 1]);
         }
@@ -194,7 +217,7 @@ struct Samples {
     u32 words[4][4];
 
     __device__ __forceinline__ void load(u32 x) {
-        const int row = threadIdx.x / 32 * 16 + threadIdx.x % 16, right = threadIdx.x % 32 / 16;
+        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, right = threadIdx.x % 32 / 16;
 #pragma unroll
         for (int k = 0; k < 4; ++k) load_matrices(words[k], x + row * 128 + ((2 * k + right ^ row % 8) << 4));
     }
@@ -206,7 +229,7 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
     for (int unit = share.first; unit < share.last;) {
         const int group = unit / p.steps, first = unit, behind = (group + 1) * p.steps;
         const int last = behind < share.last ? behind : share.last;
-        float sum[2][64];
+        float sum[HALVES][64];
         Samples samples[2];
         int before = -1;
         const auto release = [&] {
@@ -221,13 +244,13 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
             barrier_wait(full + 8 * ring.index, ring.parity);
             fence_for_engine();
             const u32 at = stages + ring.index * STAGE;
-            const u64 right = operand(at);
+            const u64 right = operand(at + threadIdx.x / 128 * 2 * TILE * HALVES);
             left.load(at + BLOCKS * TILE);
             product_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int h = 0; h < 2; ++h)
+                for (int h = 0; h < HALVES; ++h)
                     multiply(sum[h], left.words[k], right + operand_step(2 * TILE * h + 32 * k), unit > first || k);
             commit_products();
             if (before >= 0) {
@@ -246,7 +269,8 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
         }
         await_products<0>();
         release();
-        settle(sum[0]), settle(sum[1]);
+#pragma unroll
+        for (int h = 0; h < HALVES; ++h) settle(sum[h]);
         leave(partials + i64(blockIdx.x + group) * p.samples * FEATURES, sum, p.samples);
     }
 }
@@ -258,16 +282,16 @@ csb_skinny_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict__
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = shared_address(shared), full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BLOCKS + 1), barrier_init(empty + 8 * i, 4);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BLOCKS + 1), barrier_init(empty + 8 * i, 4 * MULTIPLIERS);
         barrier_init_done();
     }
     await_predecessor();
     __syncthreads();
-    if (threadIdx.x >= 128) {
-        give_registers<64>();
+    if (threadIdx.x >= 128 * MULTIPLIERS) {
+        give_registers<GIVEN>();
         expand(indptr, indices, values, x, p, stages, full, empty);
     } else {
-        take_registers<216>();
+        take_registers<TAKEN>();
         multiply_units(partials, p, stages, full, empty);
     }
 }
