@@ -89,8 +89,8 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        large = csb_skinny_hopper.applies(side, x.dtype, current_device(), samples, features, depth)
-        (csb_skinny_hopper if large else csb_skinny).matmul(*arrays, y, shape, transposed, bias, relu)
+        kernels = csb_skinny_hopper if current_device().arch == csb_skinny_hopper.ARCH else csb_skinny
+        kernels.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
     else:

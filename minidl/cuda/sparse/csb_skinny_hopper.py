@@ -1,6 +1,4 @@
-"""The product of a large matrix in Compressed Sparse Blocks and at most 64 samples in a 16-bit type, on sm_90:
-csb_skinny_hopper.cu.
-"""
+"""`minidl.cuda.sparse.csb_skinny` on sm_90: csb_skinny_hopper.cu."""
 
 from __future__ import annotations
 
@@ -12,22 +10,21 @@ import numpy as np
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, address, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["applies", "blocks_of", "matmul"]
+__all__ = ["ARCH", "blocks_of", "matmul"]
 
 ARCH = (9, 0)
-SIDE, FEATURES, MOST_SAMPLES = 64, 256, 64  # of a block of A, of a unit
+SIDE, FEATURES = 64, 256  # of a block of A, output features of a unit
 STAGES = 4
 THREADS = 128 + 32 * 4 * STAGES
 SHARED = STAGES * (5 * SIDE * 128 + 16)  # bytes: of each stage four tiles, x and barriers
 MOST_BLOCKS = 132  # thread blocks; a constant, so that sums are cut alike on every device
-LEAST_UNITS = 8  # of a thread block
+LEAST_UNITS = 2  # of a thread block
 _PROBLEM = struct("", "samples features rows steps units across box relu")
 
 
@@ -39,12 +36,6 @@ def blocks_of(features: int, depth: int) -> int:
     most = max(1, min(MOST_BLOCKS, groups * steps // LEAST_UNITS))
     even = most // groups * groups
     return even if even > 0.93 * most else most
-
-
-def applies(side: int, dtype: Any, device: DeviceRecord, samples: int, features: int, depth: int) -> bool:
-    """Whether this kernel does a product with features last."""
-    fits = side == SIDE and dtype.itemsize == 2 and device.arch == ARCH and samples <= MOST_SAMPLES and depth % 8 == 0
-    return fits and blocks_of(features, depth) > MOST_BLOCKS // 2
 
 
 @functools.lru_cache(maxsize=64)
