@@ -1,16 +1,18 @@
-// The product of a large sparse matrix and at most 64 samples in 16-bit types on sm_90: "load sparse, compute dense",
-// where 256 output features share the samples.
+// csb_skinny.cu's product on sm_90, of a sparse matrix and at most 64 samples in 16-bit types: "load sparse, compute
+// dense", where 256 output features share the samples.
 //
 // A unit is four blocks of 64 x 64 one below the other (transposed: side by side): 256 output features, 64 summed ones.
 // Sixteen warps expand blocks, each into a dense tile of its own: elements wait in registers until the tile has been
 // multiplied, then zeros go where the elements before them went, and they themselves to their places. A warpgroup
 // multiplies the four tiles of a unit by 64 samples of x, which the copy engine brings once for all of them: 64 x 16
-// times 16 x 256 (wgmma), samples along the rows, so that tiles are read once from shared memory. A thread block takes
-// units in order, summed features fastest, as many as any other; where the output features change, and at its end, it
-// leaves its sums, which csb_skinny_hopper_fold_kernel adds in order. Shares depend on the sizes alone.
+// times 16 x 128 (wgmma), samples along the rows, so that tiles are read once from shared memory.
 //
-// Tiles are written by threads and read by the unit for products, which needs a fence between. Those that multiply
-// issue it, behind the barrier: in the warps that expand it would wait for all their loads under way.
+// Units are split evenly among the thread blocks, summed features fastest, because there are fewer groups of 256 output
+// features than multiprocessors. Where the group changes, and at its end, a block leaves its sums in float32, and
+// csb_skinny_hopper_fold_kernel adds those of a group in order: the bits depend on the sizes alone.
+//
+// Tiles are written by threads and read by the unit for products, which needs a fence between. Those that multiply issue
+// it, behind the barrier: in the warps that expand it would wait for all their loads under way.
 //
 // Structural zeros are multiplied: an infinity or NaN in x reaches every output of its sample.
 //
