@@ -48,7 +48,10 @@ constexpr int SIDE = 64, BLOCKS = 4, FEATURES = BLOCKS * SIDE;
 #ifndef MULTIPLIERS
 #define MULTIPLIERS 1
 #endif
-constexpr int HALVES = 2 / MULTIPLIERS;  // of a unit's output features, that a warpgroup multiplies
+#ifndef WIDTH
+#define WIDTH 128
+#endif
+constexpr int PARTS = 256 / MULTIPLIERS / WIDTH;  // of a unit's output features, that a warpgroup multiplies
 constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 * MULTIPLIERS + 32 * FETCHERS;
 constexpr int TILE = SIDE * 128, STAGE = (BLOCKS + 1) * TILE;  // x behind the tiles
 #ifndef GIVEN
@@ -201,16 +204,16 @@ DEVICE void expand(const int* __restrict__ indptr, const u16* __restrict__ indic
 }
 
 // Leaves the sums of a group of output features: row g of a warp's 16 is a sample.
-DEVICE void leave(float* __restrict__ to, const float (&sum)[HALVES][64], int samples) {
+DEVICE void leave(float* __restrict__ to, const float (&sum)[PARTS][WIDTH / 2], int samples) {
     const int lane = threadIdx.x % 32, sample = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    to += sample * FEATURES + threadIdx.x / 128 * 128 * HALVES + lane % 4 * 2;
+    to += sample * FEATURES + threadIdx.x / 128 * WIDTH * PARTS + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         if (sample + 8 * i < samples) {
 #pragma unroll
-            for (int j = 0; j < 16 * HALVES; ++j)
+            for (int j = 0; j < WIDTH / 8 * PARTS; ++j)
                 *reinterpret_cast<float2*>(to + 8 * i * FEATURES + 8 * j) =
-                    make_float2(sum[j / 16][4 * (j % 16) + 2 * i], sum[j / 16][4 * (j % 16) + 2 * i + 1]);
+                    make_float2(sum[j / (WIDTH / 8)][j % (WIDTH / 8) * 4 + 2 * i], sum[j / (WIDTH / 8)][j % (WIDTH / 8) * 4 + 2 * i + 1]);
         }
 }
 
@@ -231,7 +234,7 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
     for (int unit = share.first; unit < share.last;) {
         const int group = unit / p.steps, first = unit, behind = (group + 1) * p.steps;
         const int last = behind < share.last ? behind : share.last;
-        float sum[HALVES][64];
+        float sum[PARTS][WIDTH / 2];
         Samples samples[2];
         int before = -1;
         const auto release = [&] {
@@ -246,14 +249,14 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
             barrier_wait(full + 8 * ring.index, ring.parity);
             fence_for_engine();
             const u32 at = stages + ring.index * STAGE;
-            const u64 right = operand(at + threadIdx.x / 128 * 2 * TILE * HALVES);
+            const u64 right = operand(at + threadIdx.x / 128 * WIDTH * 128 * PARTS);
             left.load(at + BLOCKS * TILE);
             product_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int h = 0; h < HALVES; ++h)
-                    multiply(sum[h], left.words[k], right + operand_step(2 * TILE * h + 32 * k), unit > first || k);
+                for (int h = 0; h < PARTS; ++h)
+                    multiply(sum[h], left.words[k], right + operand_step(WIDTH * 128 * h + 32 * k), unit > first || k);
             commit_products();
             if (before >= 0) {
                 await_products<1>();
@@ -272,7 +275,7 @@ DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 s
         await_products<0>();
         release();
 #pragma unroll
-        for (int h = 0; h < HALVES; ++h) settle(sum[h]);
+        for (int h = 0; h < PARTS; ++h) settle(sum[h]);
         leave(partials + i64(blockIdx.x + group) * p.samples * FEATURES, sum, p.samples);
     }
 }
