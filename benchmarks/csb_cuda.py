@@ -30,12 +30,12 @@ SHAPES = {
     "resnet50/layer4.conv3": (2048, 512, 12544),
     "transformer/ffn1": (2048, 512, 8192),
     "transformer/ffn2": (512, 2048, 8192),
-    "few/16": (8192, 8192, 16),
-    "few/32": (8192, 8192, 32),
-    "few/64": (8192, 8192, 64),
-    "few/larger/16": (16384, 16384, 16),
-    "few/larger/32": (16384, 16384, 32),
     "few/larger/64": (16384, 16384, 64),
+    "few/larger/32": (16384, 16384, 32),
+    "few/larger/16": (16384, 16384, 16),
+    "few/64": (8192, 8192, 64),
+    "few/32": (8192, 8192, 32),
+    "few/16": (8192, 8192, 16),
 }
 ANCHORS = ("square", "large", "wide", "deep", "tall")  # of a short run
 # (N, H, W, C, K, kernel): convolutions of ResNet-50.

@@ -43,17 +43,6 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// Whether that phase is over now.
-DEVICE bool barrier_over(u32 barrier, u32 parity) {
-    u32 over;
-    asm volatile(
-        "{\n .reg .pred done;\n mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n selp.u32 %0, 1, 0, done;\n}"
-        : "=r"(over)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return over;
-}
-
 // Where in a ring of COUNT buffers a thread stands, and the parity of its round.
 template <int COUNT>
 struct Ring {

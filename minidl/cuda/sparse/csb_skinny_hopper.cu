@@ -27,7 +27,7 @@
 // for x: 8192 x 8192 in 13 us.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
-// Macros: DTYPE (1, 2), TRANSPOSED, ROUNDS (of 128 elements, of a block on its way).
+// Macros: DTYPE (1, 2), TRANSPOSED.
 #include "hopper.cuh"
 
 constexpr u32 NONE = ~0u;
@@ -41,24 +41,11 @@ struct Problem {
     int relu;
 };
 
-#ifndef STAGES
-#define STAGES 4
-#endif
-constexpr int SIDE = 64, BLOCKS = 4, FEATURES = BLOCKS * SIDE;
-#ifndef MULTIPLIERS
-#define MULTIPLIERS 1
-#endif
-#ifndef WIDTH
-#define WIDTH 128
-#endif
-constexpr int PARTS = 256 / MULTIPLIERS / WIDTH;  // of a unit's output features, that a warpgroup multiplies
-constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 * MULTIPLIERS + 32 * FETCHERS;
+constexpr int SIDE = 64, BLOCKS = 4, FEATURES = BLOCKS * SIDE, STAGES = 4;
+constexpr int WIDTH = 128, HALVES = FEATURES / WIDTH;  // 256 at once take more registers than 640 threads begin with
+constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 + 32 * FETCHERS;
 constexpr int TILE = SIDE * 128, STAGE = (BLOCKS + 1) * TILE;  // x behind the tiles
-#ifndef GIVEN
-#define GIVEN 64
-#define TAKEN (MULTIPLIERS == 2 ? 112 : 216)
-#endif
-constexpr int CHUNK = 32 * ROUNDS;  // words of four elements that a warp holds
+constexpr int ROUNDS = 4, CHUNK = 32 * ROUNDS;                 // words of four elements that a warp holds
 
 // Which units a thread block takes.
 struct Units {
@@ -82,9 +69,8 @@ DEVICE u32 places_of(u32 pair) {
     return row | (column ^ swizzle);
 }
 
-// A tile begins at a multiple of its size.
 DEVICE void put_pair(u32 tile, u32 places, u32 low, u32 high) {
-    put(tile | (places & 0x1fff), low);
+    put(tile + (places & 0xffff), low);
     put(tile + (places >> 16), high);
 }
 
@@ -126,7 +112,7 @@ struct Elements {
             }
         if (end_index != NONE) {
             end_index = places_of(end_index);
-            put(tile | end_index, end_value);
+            put(tile + end_index, end_value);
         }
     }
 
@@ -141,7 +127,7 @@ struct Elements {
 #pragma unroll
         for (int r = 0; r < ROUNDS; ++r)
             if (lane + 32 * r < words) put_pair(tile, indices[r].x, 0, 0), put_pair(tile, indices[r].y, 0, 0);
-        if (end_index != NONE) put(tile | end_index, 0);
+        if (end_index != NONE) put(tile + end_index, 0);
     }
 };
 
@@ -167,7 +153,7 @@ struct Path {
 // A warp expands one block of every STAGES-th unit.
 DEVICE void expand(const int* __restrict__ indptr, const u16* __restrict__ indices, const T* __restrict__ values,
                    const TensorMap& x, const Problem& p, u32 stages, u32 full, u32 empty) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4 * MULTIPLIERS, stage = warp / BLOCKS, mine = warp % BLOCKS;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - 4, stage = warp / BLOCKS, mine = warp % BLOCKS;
     const u32 at = stages + stage * STAGE, tile = at + mine * TILE;
     full += 8 * stage, empty += 8 * stage;
     const Units share(p);
@@ -204,78 +190,52 @@ DEVICE void expand(const int* __restrict__ indptr, const u16* __restrict__ indic
 }
 
 // Leaves the sums of a group of output features: row g of a warp's 16 is a sample.
-DEVICE void leave(float* __restrict__ to, const float (&sum)[PARTS][WIDTH / 2], int samples) {
-    const int lane = threadIdx.x % 32, sample = threadIdx.x / 32 % 4 * 16 + lane / 4;
-    to += sample * FEATURES + threadIdx.x / 128 * WIDTH * PARTS + lane % 4 * 2;
+DEVICE void leave(float* __restrict__ to, const float (&sum)[HALVES][WIDTH / 2], int samples) {
+    const int lane = threadIdx.x % 32, sample = threadIdx.x / 32 * 16 + lane / 4;
+    to += sample * FEATURES + lane % 4 * 2;
 #pragma unroll
     for (int i = 0; i < 2; ++i)
         if (sample + 8 * i < samples) {
 #pragma unroll
-            for (int j = 0; j < WIDTH / 8 * PARTS; ++j)
-                *reinterpret_cast<float2*>(to + 8 * i * FEATURES + 8 * j) =
-                    make_float2(sum[j / (WIDTH / 8)][j % (WIDTH / 8) * 4 + 2 * i], sum[j / (WIDTH / 8)][j % (WIDTH / 8) * 4 + 2 * i + 1]);
+            for (int j = 0; j < FEATURES / 8; ++j) {
+                const float* const pair = sum[j / (WIDTH / 8)] + j % (WIDTH / 8) * 4 + 2 * i;
+                *reinterpret_cast<float2*>(to + 8 * i * FEATURES + 8 * j) = make_float2(pair[0], pair[1]);
+            }
         }
 }
 
-// The samples of a unit, for a warp its 16 rows.
-struct Samples {
-    u32 words[4][4];
-
-    __device__ __forceinline__ void load(u32 x) {
-        const int row = threadIdx.x / 32 % 4 * 16 + threadIdx.x % 16, right = threadIdx.x % 32 / 16;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) load_matrices(words[k], x + row * 128 + ((2 * k + right ^ row % 8) << 4));
-    }
-};
-
+// Each unit is done with before the next one is looked for, so that its tiles are free at once: to begin the next one's
+// products behind those under way gains nothing, as expanding is what takes long.
 DEVICE void multiply_units(float* __restrict__ partials, const Problem& p, u32 stages, u32 full, u32 empty) {
+    const int lane = threadIdx.x % 32, row = threadIdx.x / 32 * 16 + lane % 16;
     const Units share(p);
     Ring<STAGES> ring;
     for (int unit = share.first; unit < share.last;) {
         const int group = unit / p.steps, first = unit, behind = (group + 1) * p.steps;
         const int last = behind < share.last ? behind : share.last;
-        float sum[PARTS][WIDTH / 2];
-        Samples samples[2];
-        int before = -1;
-        const auto release = [&] {
-            if (threadIdx.x % 32 == 0) barrier_arrive(empty + 8 * before);
-        };
-        const auto step = [&](Samples& left) {
-            if (before >= 0 && !barrier_over(full + 8 * ring.index, ring.parity)) {
-                await_products<0>();
-                release();
-                before = -1;
-            }
+        float sum[HALVES][WIDTH / 2];
+#pragma unroll 1
+        for (; unit < last; ++unit) {
             barrier_wait(full + 8 * ring.index, ring.parity);
             fence_for_engine();
-            const u32 at = stages + ring.index * STAGE;
-            const u64 right = operand(at + threadIdx.x / 128 * WIDTH * 128 * PARTS);
-            left.load(at + BLOCKS * TILE);
+            const u32 at = stages + ring.index * STAGE, x = at + BLOCKS * TILE + row * 128;
+            const u64 tiles = operand(at);
+            u32 samples[4][4];
+#pragma unroll
+            for (int k = 0; k < 4; ++k) load_matrices(samples[k], x + ((2 * k + lane / 16 ^ row % 8) << 4));
             product_fence();
 #pragma unroll
             for (int k = 0; k < 4; ++k)
 #pragma unroll
-                for (int h = 0; h < PARTS; ++h)
-                    multiply(sum[h], left.words[k], right + operand_step(WIDTH * 128 * h + 32 * k), unit > first || k);
+                for (int h = 0; h < HALVES; ++h)
+                    multiply(sum[h], samples[k], tiles + operand_step(WIDTH * 128 * h + 32 * k), unit > first || k);
             commit_products();
-            if (before >= 0) {
-                await_products<1>();
-                release();
-            }
-            before = ring.index;
+            await_products<0>();
+            if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
-        };
-#pragma unroll 1
-        while (true) {
-            step(samples[0]);
-            if (++unit == last) break;
-            step(samples[1]);
-            if (++unit == last) break;
         }
-        await_products<0>();
-        release();
 #pragma unroll
-        for (int h = 0; h < PARTS; ++h) settle(sum[h]);
+        for (int h = 0; h < HALVES; ++h) settle(sum[h]);
         leave(partials + i64(blockIdx.x + group) * p.samples * FEATURES, sum, p.samples);
     }
 }
@@ -287,16 +247,16 @@ csb_skinny_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict__
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 stages = shared_address(shared), full = stages + STAGES * STAGE, empty = full + 8 * STAGES;
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BLOCKS + 1), barrier_init(empty + 8 * i, 4 * MULTIPLIERS);
+        for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, BLOCKS + 1), barrier_init(empty + 8 * i, 4);
         barrier_init_done();
     }
     await_predecessor();
     __syncthreads();
-    if (threadIdx.x >= 128 * MULTIPLIERS) {
-        give_registers<GIVEN>();
+    if (threadIdx.x >= 128) {
+        give_registers<72>();
         expand(indptr, indices, values, x, p, stages, full, empty);
     } else {
-        take_registers<TAKEN>();
+        take_registers<184>();
         multiply_units(partials, p, stages, full, empty);
     }
 }

@@ -48,7 +48,7 @@ def _views(code: int, depth: int, samples: int, pitch: int) -> Views:
 
 def matmul(
     indptr: Any, indices: Any, values: Any, x: Any, y: Any, shape: Pair, transposed: bool, bias: Any, relu: bool,
-    blocks: int | None = None, rounds: int = 4,
+    blocks: int | None = None,
 ) -> None:  # fmt: skip
     """Write the product to ``y`` (samples, features); x (samples, depth) at any row pitch, nothing empty."""
     x = aligned(x)
@@ -62,7 +62,7 @@ def matmul(
         _PROBLEM, samples=samples, features=features, rows=ceil_div(features, SIDE), steps=steps, units=groups * steps,
         across=ceil_div(shape[1], SIDE), box=round_up(samples, 8) * 128, relu=relu,
     )  # fmt: skip
-    defines = {"DTYPE": code, "TRANSPOSED": int(transposed), "ROUNDS": rounds}
+    defines = {"DTYPE": code, "TRANSPOSED": int(transposed)}
     partials = empty((blocks + groups, samples, FEATURES), float32)
     arrays = indptr, indices, values, TensorMaps(_views(code, depth, samples, pitch), (x,)), partials
     launch("csb_skinny_hopper", "csb_skinny_hopper_kernel", blocks, THREADS, *arrays, problem, defines=defines,
