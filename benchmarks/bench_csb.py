@@ -4,9 +4,10 @@
     python benchmarks/bench_csb.py --device cuda [--dtype fp32 bf16] ...    # beside cuBLAS and cuSPARSE: csb_cuda.py
 
 Passes are those of a layer: forward (A X), backward_data (A^T dY), backward_weight (dY X^T at the pattern only), each
-with features first and with features last. SciPy multiplies features-first operands with CSR, for backward_data the CSR
-of a transpose *stored beside it*, whose upkeep in training is not counted. Where PyTorch is installed its CSR products,
-MKL's, take part with the same matrices. Neither has a sampled product, so the dense one is the peer. Weights are pruned
+with features first and with features last. Peers get the same operands; rows with features last also have the sparse
+peers' times with operands features first ("-first"). SciPy multiplies with CSR, for backward_data that of a transpose
+*stored beside it*, whose upkeep in training is not counted. Where PyTorch is installed its CSR products, MKL's, take
+part with the same matrices. Neither has a sampled product, so the dense one is the peer. Weights are pruned
 by magnitude, rows and columns differing in scale as in trained layers. Ways take turns, and each row gives the least of
 its rounds: other work of the machine can only add to it. Results are compared with the peers' first. Losing rows are
 printed first.
@@ -16,12 +17,14 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import operator
 import os
 import statistics
 import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +51,9 @@ SHAPES = {
 }
 SPARSITIES = (0.7, 0.8, 0.9, 0.95, 0.98)
 
-Ways = dict[str, Callable[[], Any]]
+FIRST, LAST = "features-first", "features-last"  # arms: operands of either orientation
+
+Ways = dict[Any, Callable[[], Any]]
 
 
 def pruned(rng: np.random.Generator, rows: int, columns: int, sparsity: float) -> np.ndarray:
@@ -61,44 +66,54 @@ def pruned(rng: np.random.Generator, rows: int, columns: int, sparsity: float) -
 
 
 def passes(weight: np.ndarray, samples: int, rng: np.random.Generator) -> Iterator[tuple[str, Ways, Ways]]:
-    """(pass, ours, peers); of each way the result is features first, or the values at the pattern."""
+    """(pass, ours, peers) by arm, peers by arm and name; of each the result is features first, or the values at the
+    pattern.
+    """
     from scipy import sparse  # here: without it, --help still helps
 
     a = CSBMatrix.from_dense(weight)
-    csr, transpose = sparse.csr_array(weight), sparse.csr_array(np.ascontiguousarray(weight.T))
+    transpose = np.ascontiguousarray(weight.T)
     x, dy = (rng.standard_normal((n, samples), dtype=np.float32) for n in weight.shape[::-1])
     x_last, dy_last = (np.ascontiguousarray(v.T) for v in (x, dy))
-    yield "forward", {"features-first": lambda: a @ x, "features-last": lambda: (x_last @ a.T).T}, {
-        "scipy-csr": lambda: csr @ x, **mkl("mkl-csr", csr, x), "numpy-dense": lambda: weight @ x}  # fmt: skip
-    yield "backward_data", {"features-first": lambda: a.T @ dy, "features-last": lambda: (dy_last @ a).T}, {
-        "scipy-csr-of-transpose": lambda: transpose @ dy, **mkl("mkl-csr-of-transpose", transpose, dy),
-        "numpy-dense": lambda: weight.T @ dy}  # fmt: skip
+    for name, ours, dense, first, last in (
+        ("forward", a, weight, x, x_last),
+        ("backward_data", a.T, transpose, dy, dy_last),
+    ):
+        ways = {FIRST: partial(ours.matmul, first), LAST: lambda a=ours, x=last: a.matmul(x, features_last=True).T}
+        peers = {}
+        for arm, operand in ((FIRST, first), (LAST, last.T)):
+            csr = sparse.csr_array(dense)
+            peers[arm, "scipy-csr"] = partial(operator.matmul, csr, operand)
+            if (call := mkl(csr, operand)) is not None:
+                peers[arm, "mkl-csr"] = call
+            peers[arm, "numpy-dense"] = partial(operator.matmul, dense, operand)
+        yield name, ways, peers
     row, column = a.pattern.coordinates()
     yield (
         "backward_weight",
+        {FIRST: partial(a.sampled, dy, x), LAST: partial(a.sampled, dy_last, x_last, features_last=True)},
         {
-            "features-first": lambda: a.sampled(dy, x),
-            "features-last": lambda: a.sampled(dy_last, x_last, features_last=True),
+            (FIRST, "numpy-dense"): lambda: (dy @ x.T)[row, column],
+            (LAST, "numpy-dense"): lambda: (dy_last.T @ x_last)[row, column],
         },
-        {"numpy-dense": lambda: (dy @ x.T)[row, column]},
     )
     assert a.nbytes == 6 * a.nnz + a.pattern.indptr.nbytes
 
 
-def mkl(name: str, csr: Any, x: np.ndarray) -> Ways:
-    """PyTorch's product with the same CSR matrix; nothing without PyTorch or its MKL."""
+def mkl(csr: Any, x: np.ndarray) -> Callable[[], Any] | None:
+    """PyTorch's product with the same CSR matrix; None without PyTorch or its MKL."""
     if importlib.util.find_spec("torch") is None:
-        return {}
+        return None
     import torch
 
     if not torch.backends.mkl.is_available():
-        return {}
+        return None
     torch.set_num_threads(_csb.max_threads())
     with warnings.catch_warnings():  # "in beta state"
         warnings.simplefilter("ignore")
         parts = (torch.from_numpy(part) for part in (csr.indptr, csr.indices, csr.data))
         matrix, operand = torch.sparse_csr_tensor(*parts, size=csr.shape), torch.from_numpy(x)
-    return {name: lambda: torch.mm(matrix, operand).numpy()}
+    return lambda: torch.mm(matrix, operand).numpy()
 
 
 def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:
@@ -109,11 +124,11 @@ def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:
             sys.exit(f"bench_csb: {way} is off by {worst:.1e} of the largest element")
 
 
-def interleaved(ways: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+def interleaved(ways: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
     """Milliseconds of each round; in a round every way runs twice, and the second call counts: before the first another
     way has filled the caches.
     """
-    times: dict[str, list[float]] = {name: [] for name in ways}
+    times: dict[Any, list[float]] = {name: [] for name in ways}
     for _ in range(rounds):
         for name, call in ways.items():
             call()
@@ -131,11 +146,12 @@ def measure(case: str, weight: np.ndarray, samples: int, sparsity: float, rounds
             check(f"{case} {name} {way}", call(), rivals)
         times = interleaved(ours | peers, rounds)
         least = {way: min(values) for way, values in times.items()}
-        for way in ours:
+        for arm in ours:
+            same = {peer: least[way, peer] for way, peer in peers if way == arm}
+            first = {f"{peer}-first": least[way, peer] for way, peer in peers if way != arm == LAST and "csr" in peer}
             yield {
-                "case": f"{case}/{100 * sparsity:g}%", "pass": name, "dtype": "fp32", "arm": way, "ms": least[way],
-                "spread": statistics.median(times[way]) / least[way] - 1, "floor_ms": None,
-                "peers": {p: least[p] for p in peers},
+                "case": f"{case}/{100 * sparsity:g}%", "pass": name, "dtype": "fp32", "arm": arm, "ms": least[arm],
+                "spread": statistics.median(times[arm]) / least[arm] - 1, "floor_ms": None, "peers": same | first,
                 "sparsity": sparsity, "shape": [*weight.shape, samples], "rounds": rounds,
             }  # fmt: skip
 

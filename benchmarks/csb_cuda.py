@@ -7,6 +7,7 @@ upkeep in training is not counted. A row's ``error`` is the largest over |A||x|,
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -29,9 +30,12 @@ SHAPES = {
     "resnet50/layer4.conv3": (2048, 512, 12544),
     "transformer/ffn1": (2048, 512, 8192),
     "transformer/ffn2": (512, 2048, 8192),
-    "few": (8192, 8192, 16),
-    "some": (8192, 8192, 32),
-    "64": (8192, 8192, 64),
+    "few/larger/64": (16384, 16384, 64),
+    "few/larger/32": (16384, 16384, 32),
+    "few/larger/16": (16384, 16384, 16),
+    "few/64": (8192, 8192, 64),
+    "few/32": (8192, 8192, 32),
+    "few/16": (8192, 8192, 16),
 }
 ANCHORS = ("square", "large", "wide", "deep", "tall")  # of a short run
 # (N, H, W, C, K, kernel): convolutions of ResNet-50.
@@ -78,6 +82,12 @@ def _pruned(m: int, k: int, sparsity: float) -> Any:
         size <= cp.partition(size.reshape(-1), round(sparsity * weight.size) - 1)[round(sparsity * weight.size) - 1]
     ] = 0
     return weight
+
+
+@functools.lru_cache(maxsize=4)
+def _matrix(m: int, k: int, sparsity: float) -> CSBMatrix:
+    """Made on the host, which takes seconds: shapes that differ in samples alone share it."""
+    return CSBMatrix.from_dense(_pruned(m, k, sparsity))
 
 
 def _draw(rng: Any, shape: tuple[int, int], dtype: Any) -> Any:
@@ -288,7 +298,7 @@ def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str],
     cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=0.5 if short else 1.0)
     for name, shape in SHAPES.items():
         for sparsity in sparsities if only in name and (not short or name in ANCHORS) else ():
-            matrix = CSBMatrix.from_dense(_pruned(*shape[:2], sparsity))
+            matrix = _matrix(*shape[:2], sparsity)
             for dtype in dtypes:
                 kind = bfloat16 if dtype == "bf16" else float32
                 if kind == float32 and shape[2] <= FEW:

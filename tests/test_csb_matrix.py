@@ -135,6 +135,21 @@ def test_conversions_from_and_to_scipy(rng, shape):
         CSBMatrix.from_scipy(doubles)
 
 
+def test_conversions_from_and_to_cupy(cuda_ops, rng):
+    sparse = pytest.importorskip("cupyx.scipy.sparse")
+    dense = random_dense(rng, (70, 150), 0.3)
+    on = cuda_ops.from_host(dense)
+    for make in (sparse.coo_matrix, sparse.csr_matrix, sparse.csc_matrix):
+        a = CSBMatrix.from_scipy(make(on))
+        assert type(a.data) is cuda_ops.Array
+        np.testing.assert_array_equal(cuda_ops.to_host(a.toarray()), dense)
+    for matrix, expected in ((a, dense), (a.T, dense.T)):
+        for verb, name in (("tocoo", "coo"), ("tocsr", "csr"), ("tocsc", "csc")):
+            other = getattr(matrix, verb)()
+            assert other.format == name and other.shape == matrix.shape and other.nnz == matrix.nnz
+            np.testing.assert_array_equal(other.toarray().get(), expected)
+
+
 @pytest.mark.parametrize("shape,density,side", [
     ((512, 512), 0.3, 64), ((512, 512), 0.1, 128), ((2048, 2048), 0.05, 256), ((2048, 2048), 0.001, 256),
     ((60, 60), 0.01, 64), ((100, 90), 0.01, 128), ((10, 1000), 0.01, 256), ((0, 0), 0, 64),

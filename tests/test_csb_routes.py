@@ -12,7 +12,7 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
 from minidl.cuda.sparse.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
@@ -116,6 +116,64 @@ def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
                     y = a.matmul(cuda_ops.from_host(x), bias=given, relu=True, **where)
                 message = f"{name}, {samples} samples"
                 np.testing.assert_array_equal(y.astype(float), expected.astype(float), err_msg=message)
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "shape,density", [((536, 600), 0.1), ((1032, 528), 0.3), ((600, 2048), 0.02), ((64, 72), 1.0), ((1304, 777), 0.1)]
+)
+def test_both_kernels_of_few_samples_are_exact_on_whole_numbers(cuda_ops, rng, shape, density, storage, transposed):
+    """However many thread blocks share the sums; groups of output features that are partly or mostly empty; blocks of
+    more elements than are known to be cleared, and of none.
+    """
+    from minidl.cuda.device import current_device
+
+    shape = shape[:: 1 if transposed else -1] if shape[1] % 8 else shape
+    a = Matrix(cuda_ops, rng, shape, 64, density, storage)
+    features, depth = shape[::-1] if transposed else shape
+    ways = [(csb_skinny, None)]
+    if current_device().arch == csb_skinny_hopper.ARCH:
+        units = -(-features // 256) * -(-depth // 64)
+        ways += [(csb_skinny_hopper, blocks) for blocks in sorted({1, min(5, units), units})]
+    for samples, (kernels, cut) in itertools.product((1, 27, 64), ways):
+        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        bias = draw_integers(rng, features, float32)
+        expected = reference.matmul(
+            a.dense, x.astype(float), bias=bias, relu=True, transposed=transposed, features_last=True
+        )
+        y = cuda_ops.empty((samples, features), storage)
+        arrays = *a.pattern, a.values, cuda_ops.from_host(x), y
+        kernels.matmul(*arrays, shape, transposed, cuda_ops.from_host(bias), True, cut)
+        got = cuda_ops.to_host(y).astype(float)
+        np.testing.assert_array_equal(
+            got, expected.astype(storage).astype(float), err_msg=f"{kernels}, {samples}, {cut}"
+        )
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("storage", [float32, bfloat16], ids=["fp32", "bf16"])
+def test_every_route_gives_its_bits_again_and_keeps_samples_apart(cuda_ops, rng, storage, transposed, features_last):
+    """A NaN of one sample is seen in no other, not even in the last bits."""
+    from minidl.cuda.device import current_device
+
+    a = Matrix(cuda_ops, rng, (2048, 1544), 64, 0.1, storage, values=draw)
+    where = {"transposed": transposed, "features_last": features_last}
+    for samples in (24, 64, 300):
+        x = _operand(rng, a, samples, transposed, features_last, storage, draw)
+        other = x.copy()
+        other[(5, 7) if features_last else (7, 5)] = np.nan
+        on = cuda_ops.from_host(x), cuda_ops.from_host(other)
+        for split in (None, *(SPLITS if storage == float32 else ())):
+            fits = a.product(samples, np.dtype(storage), transposed, features_last, split).fits(current_device())
+            for name in (name for name in ROUTES if fits[name]):
+                with route(name):
+                    first, again, nan = (a.matmul(v, split=split, **where) for v in (on[0], on[0], on[1]))
+                message = f"{name}, {split}, {samples} samples"
+                assert first.tobytes() == again.tobytes(), message
+                apart = [np.delete(y, 5, 0 if features_last else 1).tobytes() for y in (first, nan)]
+                assert apart[0] == apart[1] and np.isnan(nan.astype(float)).any(), message
 
 
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])

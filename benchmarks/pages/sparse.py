@@ -14,8 +14,8 @@ _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight
 
 
 _SPARSE_PEERS = {
-    "scipy-csr": "SciPy CSR", "scipy-csr-of-transpose": "SciPy CSR", "mkl-csr": "PyTorch CSR (MKL)",
-    "mkl-csr-of-transpose": "PyTorch CSR (MKL)", "numpy-dense": "dense NumPy",
+    "scipy-csr": "SciPy CSR", "mkl-csr": "PyTorch CSR (MKL)", "scipy-csr-first": "SciPy CSR, features first",
+    "mkl-csr-first": "PyTorch CSR, features first", "numpy-dense": "dense NumPy",
     "cusparse-csr": "cuSPARSE CSR", "cusparse-csr-of-transpose": "cuSPARSE CSR", "cublas": "dense cuBLAS",
     "cusparse-csc": "cuSPARSE CSC", "cudnn": "dense cuDNN, 3×3",
 }  # fmt: skip

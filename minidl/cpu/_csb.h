@@ -27,8 +27,9 @@ typedef int csb_i8 __attribute__((vector_size(32)));
 enum {
     CSB_MOST_SIDE = 256,
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
-    CSB_STREAM = 16,  /* samples up to which a block runs as it lies */
-    CSB_RUNS = 8,     /* of its rows, side by side */
+    CSB_STREAM = 16,  /* samples up to which a block runs as it lies, its dense operand packed */
+    CSB_RUNS = 4,     /* of its rows, side by side */
+    CSB_STRETCH = 64, /* features of a sample that are turned together: whole lines of few rows at a time */
 };
 
 typedef struct {
@@ -102,12 +103,12 @@ static void minidl_csb_pack(
     }
     for (; samples > 0; samples -= lanes, x += lanes * pitch, to += tile) {
         const ptrdiff_t some = csb_least(lanes, samples);
-        ptrdiff_t f = first;
-        if (some == lanes)
-            for (; f + 8 <= last; f += 8)
-                for (ptrdiff_t s = 0; s < lanes; s += 8)
+        const ptrdiff_t wide = some == lanes && lanes % 8 == 0 ? first + (last - first) / 8 * 8 : first;
+        for (ptrdiff_t g = first; g < wide; g += CSB_STRETCH)
+            for (ptrdiff_t s = 0; s < lanes; s += 8)
+                for (ptrdiff_t f = g; f < csb_least(g + CSB_STRETCH, wide); f += 8)
                     csb_turn(x + s * pitch + f, pitch, to + f * lanes + s, lanes);
-        for (; f < last; f++) {
+        for (ptrdiff_t f = wide; f < last; f++) {
             for (ptrdiff_t s = 0; s < some; s++) to[f * lanes + s] = x[s * pitch + f];
             memset(to + f * lanes + some, 0, (lanes - some) * sizeof(float));
         }
@@ -217,30 +218,42 @@ typedef struct {
 DEFINE_CSB_KERNELS(32, csb_v16, 2)
 DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
+/* Four nonzeros' places in a word, the first lowest: one load, and less to take each apart. */
+MINIDL_INLINE uint64_t csb_four(const uint16_t *items)
+{
+    return items[0] | (uint64_t)items[1] << 16 | (uint64_t)items[2] << 32 | (uint64_t)items[3] << 48;
+}
+
 /* One tile of a single vector, a block as it lies: y[row] += value * x[column], or transposed. Outputs stay in memory:
  * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have wait for each
- * other; so, not transposed, several runs of whole rows go side by side. */
+ * other; so, not transposed, several runs of whole rows go side by side. `transposed` is a constant. */
 #define DEFINE_CSB_STREAM(lanes, vec)                                                                                  \
     MINIDL_INLINE void csb_stream_##lanes(                                                                             \
-        ptrdiff_t count, const uint16_t *items, const float *values, CsbTile tile, float *y, int transposed)           \
+        ptrdiff_t count, const uint16_t *items, const float *values, const float *x, float *y, int transposed)         \
     {                                                                                                                  \
-        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count;                                                               \
-        for (int q = 0; q <= CSB_RUNS && !transposed; q++) {                                                           \
-            at[q] = count * q / CSB_RUNS;                                                                              \
+        const int runs = transposed ? 1 : CSB_RUNS;                                                                    \
+        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count, most = 0, i = 0;                                              \
+        for (int q = 1; q <= runs; q++) {                                                                              \
+            at[q] = count * q / runs;                                                                                  \
             while (0 < at[q] && at[q] < count && items[at[q]] >> 8 == items[at[q] - 1] >> 8) at[q]++;                  \
-            if (q > 0) least = csb_least(least, at[q] - at[q - 1]);                                                    \
+            least = csb_least(least, at[q] - at[q - 1]);                                                               \
+            most = most < at[q] - at[q - 1] ? at[q] - at[q - 1] : most;                                                \
         }                                                                                                              \
-        for (ptrdiff_t i = 0; i < least && !transposed; i++)                                                           \
-            UNROLL for (int q = 0; q < CSB_RUNS; q++)                                                                  \
-                CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);                  \
-        for (int q = 0; q < CSB_RUNS && !transposed; q++)                                                              \
-            for (ptrdiff_t i = at[q] + least; i < at[q + 1]; i++)                                                      \
-                CSB_STREAM_ONE(lanes, vec, i, items[i] >> 8, items[i] & 255);                                          \
-        for (ptrdiff_t i = 0; i < count && transposed; i++)                                                            \
-            CSB_STREAM_ONE(lanes, vec, i, items[i] & 255, items[i] >> 8);                                              \
+        for (; i + 4 <= least; i += 4) {                                                                               \
+            uint64_t four[CSB_RUNS];                                                                                   \
+            UNROLL for (int q = 0; q < runs; q++) four[q] = csb_four(items + at[q] + i);                               \
+            UNROLL for (int k = 0; k < 4; k++)                                                                         \
+                UNROLL for (int q = 0; q < runs; q++, four[q - 1] >>= 16)                                              \
+                    CSB_STREAM_ONE(lanes, vec, at[q] + i + k, four[q] >> 8 & 255, four[q] & 255);                      \
+        }                                                                                                              \
+        for (; i < most; i++)                                                                                          \
+            UNROLL for (int q = 0; q < runs; q++)                                                                      \
+                if (at[q] + i < at[q + 1])                                                                             \
+                    CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);              \
     }
-#define CSB_STREAM_ONE(lanes, vec, i, out, in)                                                                         \
-    (*(vec *)(y + (out) * (lanes)) += values[i] * *(const vec *)(tile.x + (in) * tile.step))
+#define CSB_STREAM_ONE(lanes, vec, i, row, column)                                                                     \
+    (*(vec *)(y + (transposed ? column : row) * (lanes)) +=                                                            \
+     values[i] * *(const vec *)(x + (transposed ? row : column) * (lanes)))
 DEFINE_CSB_STREAM(1, float)
 DEFINE_CSB_STREAM(8, csb_v8)
 DEFINE_CSB_STREAM(16, csb_v16)
@@ -271,21 +284,24 @@ MINIDL_INLINE void csb_store(
     const CsbProduct *p, float *outputs, ptrdiff_t feature, ptrdiff_t rows, ptrdiff_t sample, ptrdiff_t end)
 {
     const ptrdiff_t lanes = p->lanes, tile = p->a.side * lanes;
+    const int alike = !p->features_last && p->pitch == lanes; /* memory is one such tile */
     for (ptrdiff_t f = 0; f < rows; f++)
         for (ptrdiff_t s = sample; s < end; s += lanes) {
             float *row = outputs + (s - sample) / lanes * tile + f * lanes;
             csb_finish(p, row, feature + f);
-            if (!p->features_last)
+            if (!p->features_last && !alike)
                 memcpy(p->y + (feature + f) * p->pitch + s, row, csb_least(lanes, end - s) * sizeof(float));
         }
+    if (alike && sample < end) memcpy(p->y + feature * lanes, outputs, rows * lanes * sizeof(float));
     if (!p->features_last) return;
     for (; sample < end; sample += lanes, outputs += tile) {
         float *y = p->y + sample * p->pitch + feature;
         const ptrdiff_t some = csb_least(lanes, end - sample);
         const ptrdiff_t whole = some / 8 * 8, wide = whole ? rows / 8 * 8 : 0;
-        for (ptrdiff_t f = 0; f < wide; f += 8)
+        for (ptrdiff_t g = 0; g < wide; g += CSB_STRETCH)
             for (ptrdiff_t s = 0; s < whole; s += 8)
-                csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
+                for (ptrdiff_t f = g; f < csb_least(g + CSB_STRETCH, wide); f += 8)
+                    csb_turn(outputs + f * lanes + s, lanes, y + s * p->pitch + f, p->pitch);
         for (ptrdiff_t s = 0; s < some; s++)
             for (ptrdiff_t f = s < whole ? wide : 0; f < rows; f++) y[s * p->pitch + f] = outputs[f * lanes + s];
     }
@@ -336,7 +352,9 @@ static void minidl_csb_product(
                               : scratch->outputs + ((t - first) * side + r) * lanes;
 #define CSB_ROWS(lanes)                                                                                                \
     csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh)
-#define CSB_RUN(lanes) csb_stream_##lanes(count, items, values, from, y, p->transposed)
+#define CSB_RUN(lanes)                                                                                                 \
+    p->transposed ? csb_stream_##lanes(count, items, values, from.x, y, 1)                                             \
+                  : csb_stream_##lanes(count, items, values, from.x, y, 0)
             if (lanes == 64)
                 CSB_ROWS(64);
             else if (lanes == 32)

@@ -55,6 +55,7 @@ cdef extern from *:
     int omp_get_max_threads() nogil
 
 DEPTH = CSB_DEPTH  # samples that a sampled product's tile holds, at most
+STREAM = CSB_STREAM  # lanes up to which a product's samples must lie as packed
 
 cdef ptrdiff_t STRIP = 256  # features of a packing task
 cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block, or one packing

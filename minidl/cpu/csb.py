@@ -61,11 +61,13 @@ def csb_matmul(
     out_shape = (samples, outer) if features_last else (outer, samples)
     if samples == 0 or outer == 0:
         return empty(out_shape, x.dtype)
-    y = empty(out_shape, float32)
+    if samples == 1:  # the same in memory either way
+        wide, features_last = np.ascontiguousarray(wide).reshape(1, features), True
+    y = empty((samples, outer) if features_last else (outer, samples), float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     reuse = _REUSE_NEAR if features * lanes <= _NEAR_FLOATS else _REUSE
-    packed_already = samples == lanes and wide.flags.c_contiguous
-    direct = lanes == 1 or (not features_last and (packed_already or values.size <= reuse * features))
+    packed_already = samples == lanes and wide.flags.c_contiguous and (not features_last or lanes == 1)
+    direct = packed_already or (lanes > _csb.STREAM and not features_last and values.size <= reuse * features)
     threads = threads_for(values.size * samples)
     rest = samples % lanes if direct else samples
     packed = packed_room(features, rest, lanes, threads) if rest else empty(0, float32)

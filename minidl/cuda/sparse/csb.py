@@ -21,7 +21,7 @@ from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, argument, pixel_chu
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
-from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_tensor
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
 from minidl.cuda.sparse.csb_routes import Product, choose_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -89,7 +89,8 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        csb_skinny.matmul(*arrays, y, shape, transposed, bias, relu)
+        kernels = csb_skinny_hopper if current_device().arch == csb_skinny_hopper.ARCH else csb_skinny
+        kernels.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
     else:

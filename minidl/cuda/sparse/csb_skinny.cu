@@ -18,30 +18,28 @@
 //   y         sample * features + feature;  bias (features) or null          T;  float32
 //   partials  (slices, samples, features)                                    float32
 //
-// Grid: groups of WARPS_M block rows (fastest), slices, tiles of SAMPLES samples.
-// Bytes: 4 nnz, x once per group (from L2), y; FLOP 2 M K samples on tensor cores. 8192 x 8192 at 90 %: 6 us of bytes
-// from memory, but with 64 samples 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides. Tried, with
-// differences mostly below 6 %, some up to a quarter slower: x of the next block fetched ahead with all block bounds
-// known from the start; two warps that share a block, half of the samples each; thread blocks of two or four block rows,
-// whose warps find x in L1. Slower by a sixth to a third with 64 samples, twice as slow with 16: 256 output features in
-// a thread block, tiles expanded by eight warps for one warpgroup's wgmma, x by the copy engine, slices as a cluster; its
-// fences between writes and the engine wait for the elements under way, and 32 us were left without any of the work.
+// Grid: block rows (fastest), slices, tiles of SAMPLES samples.
+// Bytes: 4 nnz, x once per block row (from L2), y; FLOP 2 M K samples on tensor cores. On an H200 8192 x 8192 at 90 % and
+// 64 samples took 41 us: 134 MB of x from L2 (24 us) and 14 us of mma.sync, of which little hides; Hopper has a kernel of
+// its own (csb_skinny_hopper.cu). Tried there, with differences mostly below 6 %, some up to a quarter slower: x of the
+// next block fetched ahead with all block bounds known from the start; two warps that share a block, half of the samples
+// each; thread blocks of two or four block rows, whose warps find x in L1.
 // After H. Xia et al., "Flash-LLM", VLDB 2024.
 //
-// Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_M, WARPS_K (a power of two).
+// Macros: DTYPE (1, 2), TRANSPOSED, SAMPLES (16, 32, 64), WARPS_K (a power of two).
 #include "common.cuh"
 #include "mma.cuh"
 
 struct Problem {
     i64 x_pitch;
     int samples, features, depth;
-    int rows, steps;  // blocks along the output and the summed features
-    int across;       // block columns of the stored matrix
+    int steps;   // blocks along the summed features
+    int across;  // block columns of the stored matrix
     int slices;
     int relu;
 };
 
-constexpr int SIDE = 64, WARPS = WARPS_M * WARPS_K, THREADS = 32 * WARPS;
+constexpr int SIDE = 64, THREADS = 32 * WARPS_K;
 constexpr int PITCH = 144;                  // bytes from row to row of a tile: eight rows meet different banks
 constexpr int TILE = SIDE * PITCH;
 constexpr int ROUNDS = 4, CHUNK = 32 * 4 * ROUNDS;  // elements that a warp holds in registers
@@ -154,12 +152,12 @@ DEVICE void multiply(float (&sum)[4][COLUMNS][4], u32 rows, const uint4 (&words)
         }
 }
 
-// Adds the sums of WARPS_K slices in shared memory, [block row][output feature][sample]: pairs first.
+// Adds the sums of WARPS_K slices in shared memory, [output feature][sample]: pairs first.
 DEVICE void join(float (&sum)[4][COLUMNS][4], float* scratch) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = warp / WARPS_K, slice = warp % WARPS_K;
+    const int lane = threadIdx.x % 32, slice = threadIdx.x / 32;
 #pragma unroll
     for (int half = WARPS_K / 2; half > 0; half /= 2) {
-        float* const place = scratch + (row * half + slice % half) * SIDE * SUM_PITCH;
+        float* const place = scratch + slice % half * SIDE * SUM_PITCH;
         const auto at = [&](int i, int j, int e) {  // of two neighbouring sums
             return reinterpret_cast<float2*>(place + (16 * i + 4 * e + lane / 4) * SUM_PITCH + 8 * j + lane % 4 * 2);
         };
@@ -199,10 +197,10 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
     await_predecessor();
     extern __shared__ __align__(16) unsigned char shared[];
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int row = blockIdx.x * WARPS_M + warp / WARPS_K, first_sample = blockIdx.z * SAMPLES;
-    const int slice = blockIdx.y * WARPS_K + warp % WARPS_K, slices = p.slices * WARPS_K;
+    const int row = blockIdx.x, first_sample = blockIdx.z * SAMPLES;
+    const int slice = blockIdx.y * WARPS_K + warp, slices = p.slices * WARPS_K;
     const int first_step = static_cast<int>(i64(slice) * p.steps / slices);
-    const int end_step = row < p.rows ? static_cast<int>(i64(slice + 1) * p.steps / slices) : first_step;
+    const int end_step = static_cast<int>(i64(slice + 1) * p.steps / slices);
 
     unsigned char* const tile = shared + warp * TILE;
     const u32 tile_address = shared_address(tile), rows = tile_address + lane % 16 * PITCH + lane / 16 * 16;
@@ -246,7 +244,7 @@ csb_skinny_kernel(const int* __restrict__ indptr, const u16* __restrict__ indice
         begin = next_begin, end = next_end;
     }
     join(sum, reinterpret_cast<float*>(shared));
-    if (warp % WARPS_K || row >= p.rows) return;
+    if (warp) return;
     const int feature = row * SIDE + lane / 4;
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j)

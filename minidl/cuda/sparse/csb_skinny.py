@@ -21,20 +21,15 @@ SIDE, PITCH = 64, 144
 MOST_SAMPLES, MOST_WARPS = 64, 16
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
 VECTOR = 8  # features of x per access
-_PROBLEM = struct("x_pitch", "samples features depth rows steps across slices relu")
+_PROBLEM = struct("x_pitch", "samples features depth steps across slices relu")
 
 
 class SkinnyTile(NamedTuple):
-    """The macros of the same names, and how many slices there are beside the warps'."""
+    """The macros SAMPLES and WARPS_K, and how many slices there are beside the warps'."""
 
     samples: int
-    warps_m: int
-    warps_k: int
+    warps: int
     slices: int
-
-    @property
-    def warps(self) -> int:
-        return self.warps_m * self.warps_k
 
     @property
     def shared_bytes(self) -> int:
@@ -53,7 +48,7 @@ def choose_tile(samples: int, features: int, depth: int) -> SkinnyTile:
     warps = MOST_WARPS // 2 if width == 64 else MOST_WARPS
     groups = ceil_div(features, SIDE)
     steps = ceil_div(depth, SIDE)
-    return SkinnyTile(width, 1, warps, max(1, min(BLOCKS_WANTED // groups, steps // (2 * warps))))
+    return SkinnyTile(width, warps, max(1, min(BLOCKS_WANTED // groups, steps // (2 * warps))))
 
 
 def matmul(
@@ -68,14 +63,13 @@ def matmul(
     # Elements are read four at a time: the array's last word may reach behind its end, never out of its allocation.
     assert address(values) % 8 == address(indices) % 8 == 0, "values and indices start at a multiple of 8 bytes"
     partials = None if tile.slices == 1 else empty((tile.slices, samples, features), float32)
-    steps, groups = ceil_div(depth, SIDE), ceil_div(ceil_div(features, SIDE), tile.warps_m)
     problem = argument(
-        _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, rows=ceil_div(features, SIDE),
-        steps=steps, across=ceil_div(shape[1], SIDE), slices=tile.slices, relu=relu,
+        _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, steps=ceil_div(depth, SIDE),
+        across=ceil_div(shape[1], SIDE), slices=tile.slices, relu=relu,
     )  # fmt: skip
     defines = {"DTYPE": DTYPE[y.dtype], "TRANSPOSED": int(transposed), "SAMPLES": tile.samples}
-    defines |= {"WARPS_M": tile.warps_m, "WARPS_K": tile.warps_k}
-    grid = groups, tile.slices, ceil_div(samples, tile.samples)
+    defines |= {"WARPS_K": tile.warps}
+    grid = ceil_div(features, SIDE), tile.slices, ceil_div(samples, tile.samples)
     arrays = indptr, indices, values, x, bias, y, partials
     launch("csb_skinny", "csb_skinny_kernel", grid, 32 * tile.warps, *arrays, problem, defines=defines,
            shared=tile.shared_bytes)  # fmt: skip
