@@ -303,6 +303,7 @@ def row(
         "arm": name.replace(":", ", "),
         "ms": mine.ms,
         "spread": mine.spread,
+        "turns_ms": list(mine.samples_ms),
         "floor_ms": None,
         "peers": {peer: timings[peer].ms for peer in peers},
         "peer_spreads": {peer: timings[peer].spread for peer in peers},
