@@ -190,16 +190,18 @@ def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: fl
         warmup: epochs of linear warm-up from 0, fractions allowed.
 
     Raises:
-        ValueError: an unknown word, numbers that do not parse or are out of range, a warm-up as long as the run, after
-            which many a schedule has ended.
+        ValueError: an unknown word, numbers that do not parse or are out of range, a warm-up longer than the run, or
+            as long where the schedule ends at 0.
     """
-    if not 0 <= warmup < epochs:
-        raise checks.bad_value("learning-rate schedule", "warmup", f"in [0, {epochs}), the epochs of the run", warmup)
+    if not 0 <= warmup <= epochs:
+        raise checks.bad_value("learning-rate schedule", "warmup", f"in [0, {epochs}], the epochs of the run", warmup)
     try:
         schedule = _parse(spec, lr, epochs, steps_per_epoch)
     except (ValueError, OverflowError) as error:
         raise ValueError(f"learning-rate schedule {spec!r}: {error}") from error
     steps = round(warmup * steps_per_epoch)
+    if steps and not schedule(steps) and lr:
+        raise checks.bad_value("learning-rate schedule", "warmup", f"shorter than the run, as {spec} ends at 0", warmup)
     return Warmup(schedule, steps) if steps else schedule
 
 

@@ -82,7 +82,7 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
     p.add_argument(
-        "--warmup", type=float, metavar="EPOCHS", help="of linear warm-up; default: 1, of a short run a tenth"
+        "--warmup", type=float, metavar="EPOCHS", help="of linear warm-up; default: 1, of a single epoch a tenth"
     )
     p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="what updates the weights")
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
@@ -296,7 +296,7 @@ def _trainer(
     metrics: dict[str, Any], profile: TrainingProfile | None,
 ) -> Trainer:  # fmt: skip
     steps = len(loaders[0])
-    warmup = min(1.0, a.epochs / 10) if a.warmup is None else a.warmup
+    warmup = (1.0 if a.epochs > 1 else 0.1) if a.warmup is None else a.warmup
     rate = schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=warmup)
     settings = _settings(a, model.precision) | verb.settings(optimizer)
     return Trainer(

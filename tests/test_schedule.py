@@ -135,7 +135,8 @@ def test_bad_words_are_named(spec, words):
         (lambda: Step(0.1, (1.5,)), "milestones"),
         (lambda: Warmup(Constant(0.1), -1), "steps"),
         (lambda: Warmup(Constant(0.1), 3, start=-0.5), "start"),
-        (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=2), "warmup must be in"),
+        (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=3), "warmup must be in"),
+        (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=2), "shorter than the run"),
         (lambda: parse("cosine", lr=-0.1, epochs=2, steps_per_epoch=5), "lr"),
     ],
 )
