@@ -296,8 +296,7 @@ def _trainer(
     metrics: dict[str, Any], profile: TrainingProfile | None,
 ) -> Trainer:  # fmt: skip
     steps = len(loaders[0])
-    warmup = (1.0 if a.epochs > 1 else 0.1) if a.warmup is None else a.warmup
-    rate = schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=warmup)
+    rate = schedule.parse(a.schedule, lr=a.lr, epochs=a.epochs, steps_per_epoch=steps, warmup=a.warmup)
     settings = _settings(a, model.precision) | verb.settings(optimizer)
     return Trainer(
         model, optimizer, SoftmaxCrossEntropy(comm=model.comm, label_smoothing=a.label_smoothing), *loaders,

@@ -98,6 +98,11 @@ def test_words_of_the_command_line(spec, expected):
     run = {"lr": 0.2, "epochs": 100, "steps_per_epoch": 10}
     assert parse(spec, **run) == expected
     assert parse(spec, **run, warmup=2.5) == Warmup(expected, 25)
+    assert parse(spec, **run, warmup=None) == Warmup(expected, 10)
+
+
+def test_a_single_epoch_is_not_all_warm_up():
+    assert parse("cosine", lr=0.2, epochs=1, steps_per_epoch=50, warmup=None) == Warmup(Cosine(0.2, 50), 5)
 
 
 @pytest.mark.parametrize(
