@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import cli, dist
+from minidl import cli, dist, training
 from minidl.bench.setup import device_of
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -67,7 +67,7 @@ def learn(a: argparse.Namespace, mode: str, plan: str | None, folder: Path) -> d
     where = ["--device", a.device, "--workers", str(a.workers), "--output", str(folder)]
     where += ["--fusion", plan] if plan else []
     parsed = cli.parser().parse_args(["train", *what, "--precision", mode, *where])
-    row = cli.train(parsed)
+    row = training.train(parsed)
     if dist.world().rank != 0:
         return None
     reports = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import cli, fusion, models
+from minidl import cli, fusion, models, training
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion.plans import candidates, modes_of, way_of
 from minidl.graph import scope
@@ -464,7 +464,7 @@ def test_training_with_fusion_has_the_curve_of_training_without(tmp_path):
     rows, curves = [], []
     for how in fusion.PLANS:
         options = ["--model", "resnet20", "--epochs", "1", "--batch", "64", "--device", "cpu", "--fusion", how]
-        rows.append(cli.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
+        rows.append(training.train(cli.parser().parse_args(["train", *options, "--output", str(tmp_path / how)])))
         reports = (tmp_path / how / "metrics.jsonl").read_text().splitlines()
         curves.append([json.loads(report)["loss"] for report in reports])
     assert len(curves[0]) > 1 and curves[0][-1] < curves[0][0]
