@@ -62,11 +62,9 @@ CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--parts", nargs="+", default=["sites", "steps", "pairs"], choices=PARTS)
-    p.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL/BATCH")
+    p.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL/BATCH[/IMAGE]")
     p.add_argument("--network", default="resnet50", help="whose convolutions, for the part of that name")
     p.add_argument("--batch", type=int, default=256, help="of that part, and of the map")
-    p.add_argument("--image-size", type=int)
-    p.add_argument("--classes", type=int)
     p.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
     p.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")
@@ -81,8 +79,8 @@ def arguments() -> argparse.Namespace:
 
 
 def setup_of(a: argparse.Namespace, case: str) -> Setup:
-    model, batch = case.split("/")
-    return Setup(model, int(batch), a.precision, "cuda", 1, a.image_size, a.classes)
+    model, batch, *image = case.split("/")
+    return Setup(model, int(batch), a.precision, "cuda", 1, *map(int, image))
 
 
 # -- batch norms -------------------------------------------------------------------------------------------------------

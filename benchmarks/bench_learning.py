@@ -2,16 +2,19 @@
 
     python benchmarks/bench_learning.py --model resnet50 --precision bf16 tf32 --batch 64 [--json PATH]
     mpirun -n 2 python benchmarks/bench_learning.py --model resnet50 --precision bf16 --batch 128 [--json PATH]
+    python benchmarks/bench_learning.py --fusion none bnff auto --steps 120 --lr 0.01 [--json PATH]
     python benchmarks/bench_learning.py --recipe scripts/resnet20_cifar10.toml --data-path DIR --epochs 20
 
 Each row holds the mean training loss of every tenth of the run and the accuracy on unseen images after it. The images
 carry a class-dependent pattern under noise (`minidl.data.synthetic`), so a network that computes right learns them. Or
-a recipe says what is learnt; what follows it are options of `minidl train`.
+a recipe says what is learnt; what follows it are options of `minidl train`. Of several plans of batch-norm fusion the
+curves must coincide: nowhere may their tenths lie apart by more than a twentieth of the first.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import tempfile
@@ -27,12 +30,14 @@ from minidl.profile.results import result, write
 from minidl.profile.tables import show
 
 TENTHS = 10
+APART = 0.05  # curves of plans, at most, of the loss in the first tenth
 
 
 def arguments() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     p.add_argument("--model", default="resnet50")
     p.add_argument("--precision", nargs="+", default=["bf16"])
+    p.add_argument("--fusion", nargs="+", default=[None], metavar="PLAN", help="as minidl train takes it")
     p.add_argument("--device", default="auto")
     p.add_argument("--image-size", type=int, default=224)
     p.add_argument("--classes", type=int, default=10)
@@ -46,7 +51,7 @@ def arguments() -> argparse.Namespace:
     return p.parse_args()
 
 
-def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | None:
+def learn(a: argparse.Namespace, mode: str, plan: str | None, folder: Path) -> dict[str, Any] | None:
     """Train once; the row, on rank 0."""
     images = f"{a.image_size}x{a.image_size}"
     if a.recipe:
@@ -60,6 +65,7 @@ def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | No
             "--warmup", "0.1",
         ]  # fmt: skip
     where = ["--device", a.device, "--workers", str(a.workers), "--output", str(folder)]
+    where += ["--fusion", plan] if plan else []
     parsed = cli.parser().parse_args(["train", *what, "--precision", mode, *where])
     row = training.train(parsed)
     if dist.world().rank != 0:
@@ -74,7 +80,7 @@ def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | No
         "case": f"{parsed.model}/{images}/b{parsed.batch}",
         "pass": "train",
         "dtype": mode,
-        "arm": "compiled" if device_of(a.device, dist.world()) == "cuda" else "eager",
+        "arm": ("compiled" if device_of(a.device, dist.world()) == "cuda" else "eager") + (f", {plan}" if plan else ""),
         "ms": 1e3 * parsed.batch / row["images_per_s"],
         "spread": None,
         "floor_ms": None,
@@ -87,24 +93,35 @@ def learn(a: argparse.Namespace, mode: str, folder: Path) -> dict[str, Any] | No
     }
 
 
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
+    """How far two curves lie apart where they do most, over the first one's loss in the first tenth."""
+    first, second = one["losses_by_tenth"], other["losses_by_tenth"]
+    return max(abs(a - b) for a, b in zip(first, second, strict=True)) / first[0]
+
+
 def main() -> None:
     a = arguments()
     dist.init(a.device)
     rows = []
-    for mode in a.precision:
+    for mode, (i, plan) in itertools.product(a.precision, enumerate(a.fusion)):
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(learn(a, mode, Path(folder)))
+            row = learn(a, mode, plan, Path(folder))
+        if row is not None:
+            rows.append({**row, "apart": apart(rows[-i], row) if i else None})
+            if a.json:
+                write(a.json, result("bench_learning", rows))
     if dist.world().rank != 0:
         return
-    columns = ["case", "ranks", "dtype", "first tenth", "last tenth", "test accuracy", "images/s"]
+    columns = ["case", "ranks", "dtype", "way", "first tenth", "last tenth", "apart", "test accuracy", "images/s"]
     table = [
-        [row["case"], str(row["ranks"]), row["dtype"], f"{row['losses_by_tenth'][0]:.4f}"]
-        + [f"{row['losses_by_tenth'][-1]:.4f}", f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
+        [row["case"], str(row["ranks"]), row["dtype"], row["arm"], f"{row['losses_by_tenth'][0]:.4f}"]
+        + [f"{row['losses_by_tenth'][-1]:.4f}", "" if row["apart"] is None else f"{row['apart']:.2%}"]
+        + [f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
         for row in rows
     ]
     show(f"mean loss over {rows[0]['steps']} steps", columns, table)
-    if a.json:
-        write(a.json, result("bench_learning", rows))
+    if any((row["apart"] or 0) > APART for row in rows):
+        raise SystemExit(f"plans learn differently: curves lie apart by more than {APART:.0%} of the first tenth")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ def compared(ours: Ours, names: Sequence[str]) -> tuple[dict[str, list[float]], 
     for name in names:
         tell(f"first steps, {name}")
         found[name], held[name] = ours.first_losses(name)
-        first = by_plan.setdefault(name.partition(":")[2], found[name])
+        first = by_plan.setdefault(name.partition(":")[2] or "none", found[name])
         if first != found[name]:
             raise AssertionError(f"{name} has not the bits of the arm before: {found[name]}, expected {first}")
         check(name, found[name], next(iter(found.values())), ours.tolerance)
@@ -303,6 +303,7 @@ def row(
         "arm": name.replace(":", ", "),
         "ms": mine.ms,
         "spread": mine.spread,
+        "turns_ms": list(mine.samples_ms),
         "floor_ms": None,
         "peers": {peer: timings[peer].ms for peer in peers},
         "peer_spreads": {peer: timings[peer].spread for peer in peers},

@@ -177,7 +177,7 @@ class Warmup:
         return self.start + (self.schedule(self.steps) - self.start) * step / self.steps
 
 
-def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: float = 0.0) -> Schedule:
+def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: float | None = 0.0) -> Schedule:
     """The schedule of a command-line word.
 
     Args:
@@ -187,11 +187,14 @@ def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: fl
         lr: learning rate after the warm-up.
         epochs: of the whole run, warm-up included.
         steps_per_epoch: steps in an epoch.
-        warmup: epochs of linear warm-up from 0, fractions allowed.
+        warmup: epochs of linear warm-up from 0, fractions allowed; None: one, of a single epoch a tenth.
 
     Raises:
-        ValueError: an unknown word, numbers that do not parse or are out of range, a warm-up longer than the run.
+        ValueError: an unknown word, numbers that do not parse or are out of range, a warm-up longer than the run, or
+            as long where the schedule ends at 0.
     """
+    if warmup is None:
+        warmup = 1.0 if epochs > 1 else 0.1
     if not 0 <= warmup <= epochs:
         raise checks.bad_value("learning-rate schedule", "warmup", f"in [0, {epochs}], the epochs of the run", warmup)
     try:
@@ -199,6 +202,8 @@ def parse(spec: str, *, lr: float, epochs: int, steps_per_epoch: int, warmup: fl
     except (ValueError, OverflowError) as error:
         raise ValueError(f"learning-rate schedule {spec!r}: {error}") from error
     steps = round(warmup * steps_per_epoch)
+    if steps and not schedule(steps) and lr:
+        raise checks.bad_value("learning-rate schedule", "warmup", f"shorter than the run, as {spec} ends at 0", warmup)
     return Warmup(schedule, steps) if steps else schedule
 
 

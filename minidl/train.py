@@ -302,14 +302,13 @@ class Trainer:
         for batch in self.train_loader:
             running.pending.append(self._train(batch))
             images += batch.global_size
-            note = ""
-            if self.step % self.report_every == 0:
-                note = f"loss {self._read(running):.4f}"
+            note = f"loss {self._read(running):.4f}" if self.step % self.report_every == 0 else ""
             self.display.advance(note)
             self.stopped = request.agreed() if request is not None else None
             if self.stopped is not None:
                 return self._stop_here(running)
-        self._read(running)
+        if running.pending:
+            self._read(running)
         seconds = time.perf_counter() - started
         loss, accuracy = running.sums.mean_loss, running.sums.accuracy
         row = {
@@ -339,7 +338,8 @@ class Trainer:
 
     def _stop_here(self, running: _Running) -> dict[str, float]:
         """In the middle of an epoch, for somebody who resumes."""
-        self._read(running)
+        if running.pending:
+            self._read(running)
         path = self.save()
         self.display.finish(f"stopped by {self.stopped.name} after step {self.step}; {path}")
         return {}

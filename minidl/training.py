@@ -81,7 +81,9 @@ def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
-    p.add_argument("--warmup", type=float, default=1.0, metavar="EPOCHS", help="of linear warm-up")
+    p.add_argument(
+        "--warmup", type=float, metavar="EPOCHS", help="of linear warm-up; default: 1, of a single epoch a tenth"
+    )
     p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="what updates the weights")
     p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
     p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")

@@ -126,7 +126,9 @@ class Recipe:
     def steps_per_epoch(self) -> int:
         return -(-len(self.train_set) // self.a.batch)
 
-    def train(self, model: Model, optimizer: SGD, epochs: int, rate: str, lr: float, warmup: float = 0.0) -> float:
+    def train(
+        self, model: Model, optimizer: SGD, epochs: int, rate: str, lr: float, warmup: float | None = 0.0
+    ) -> float:
         """Train for some epochs; the accuracy on the test set."""
         loader = self.loader(model, self.train_set, augment=getattr(self.train_set, "augment", None))
         at = schedule.parse(rate, lr=lr, epochs=epochs, steps_per_epoch=self.steps_per_epoch, warmup=warmup)
@@ -230,7 +232,7 @@ def rows_of(a: argparse.Namespace, seed: int) -> list[dict[str, Any]]:
     """Everything for one seed."""
     recipe = Recipe(a, seed)
     dense = recipe.model()
-    before = recipe.train(dense, SGD(dense, a.lr, 0.9, **DECAY), a.epochs, "cosine", a.lr, warmup=1.0)
+    before = recipe.train(dense, SGD(dense, a.lr, 0.9, **DECAY), a.epochs, "cosine", a.lr, warmup=None)
     start = dense.state_dict()
     model = recipe.model(state=start)
     optimizer = SGD(model, a.lr, 0.9, **DECAY)

@@ -8,11 +8,11 @@ import pytest
 
 import minidl as m
 from minidl import fusion
-from minidl.precision import bfloat16, float32
+from minidl.precision import precision as precision_of
 from tests.reference import batch_norm as reference
 
 EPS, MOMENTUM = 1e-5, 0.1
-ROUNDED = {"fp32": 2.0**-24, "bf16": 2.0**-9}
+ROUNDED = {"fp32": 2.0**-24, "bf16": 2.0**-9, "fp16": 2.0**-12}
 PLANS = pytest.mark.parametrize("how", list(fusion.PLANS))
 PRECISIONS = pytest.mark.parametrize("precision", ROUNDED)
 
@@ -78,7 +78,7 @@ def assert_near(found, x, dy, gamma, beta, precision):
 
 
 def draw(rng, image, ratio, precision, batch=2):
-    storage = bfloat16 if precision == "bf16" else float32
+    storage = precision_of(precision).storage
     shape = (batch, *image)
     x = (rng.standard_normal(shape) + ratio * rng.choice([-1, 1], image[-1])).astype(storage)
     gamma, beta = rng.uniform(0.5, 2, image[-1]), rng.standard_normal(image[-1])
@@ -90,7 +90,7 @@ def draw(rng, image, ratio, precision, batch=2):
 @pytest.mark.parametrize("image", [(12, 12, 64), (9, 7, 13), (5, 5, 24)])
 @pytest.mark.parametrize("far", [False, True], ids=["near", "far"])
 def test_means_near_to_zero_and_far_from_it(ops, rng, how, precision, image, far):
-    ratio = {"fp32": 1e4, "bf16": 1e3}[precision] if far else 0.3
+    ratio = (1e4 if precision == "fp32" else 1e3) if far else 0.3
     x, dy, gamma, beta = draw(rng, image, ratio, precision)
     assert_near(step(model_of(ops, how, precision, image, gamma, beta), x, dy), x, dy, gamma, beta, precision)
 

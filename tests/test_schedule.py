@@ -98,6 +98,11 @@ def test_words_of_the_command_line(spec, expected):
     run = {"lr": 0.2, "epochs": 100, "steps_per_epoch": 10}
     assert parse(spec, **run) == expected
     assert parse(spec, **run, warmup=2.5) == Warmup(expected, 25)
+    assert parse(spec, **run, warmup=None) == Warmup(expected, 10)
+
+
+def test_a_single_epoch_is_not_all_warm_up():
+    assert parse("cosine", lr=0.2, epochs=1, steps_per_epoch=50, warmup=None) == Warmup(Cosine(0.2, 50), 5)
 
 
 @pytest.mark.parametrize(
@@ -136,6 +141,7 @@ def test_bad_words_are_named(spec, words):
         (lambda: Warmup(Constant(0.1), -1), "steps"),
         (lambda: Warmup(Constant(0.1), 3, start=-0.5), "start"),
         (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=3), "warmup must be in"),
+        (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=2), "shorter than the run"),
         (lambda: parse("cosine", lr=-0.1, epochs=2, steps_per_epoch=5), "lr"),
     ],
 )

@@ -199,9 +199,12 @@ def learning() -> str:
         for file in load(machine, "bench_learning"):
             for row in file["rows"]:
                 losses = row["losses_by_tenth"]
-                what = [row["case"], machine, str(row["ranks"]), row["dtype"], str(row["steps"])]
-                rows.append([*what, f"{losses[0]:.3f} → {losses[-1]:.4f}", f"{row['test_accuracy']:.3f}"])
-    head = ["network", "machine", "ranks", "dtype", "steps", "loss, first → last tenth", "test accuracy"]
+                what = [row["case"], machine, str(row["ranks"]), row["dtype"], row["arm"], str(row["steps"])]
+                apart = f"{row['apart']:.1%}" if row.get("apart") is not None else ""
+                figures = [f"{losses[0]:.3f} → {losses[-1]:.4f}", apart, f"{row['test_accuracy']:.3f}"]
+                rows.append([*what, *figures])
+    head = ["network", "machine", "ranks", "dtype", "way", "steps", "loss, first → last tenth"]
+    head += ["apart from the first plan", "test accuracy"]
     return table(head, rows)
 
 

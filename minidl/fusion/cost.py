@@ -24,11 +24,10 @@ __all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as"
 
 HOPPER = (9, 0)
 STEM = 4  # channels that a network's first convolution has at most
-# The prologue of a convolution that waits for memory: its costs in passes, and where, from the measurements of 94 batch
-# norms of ResNet-50, DenseNet-121, U-Net and VGG-16 on an H200 (docs/fusion_sites.md), and the map of docs/fusion.md;
-# of strided convolutions, and of four times as many filters as channels, from those of ResNet-50 with the convolution's
-# own statistics.
-CHEAP, MOST_PRODUCTS, MOST_FILTERS, LARGE = (0.1, 0.6), 9 * 64, 256, 28 * 28
+# The prologue of a convolution that waits for memory: its costs in passes, and where, from what the batch norms of
+# ResNet-50, DenseNet-121, U-Net and VGG-16 take on an H200 (docs/fusion_sites.md), and the map of docs/fusion.md.
+# Windows of 3x3 make a value several times: they need larger images.
+CHEAP, MOST_PRODUCTS, LARGE = (0.1, 0.3), 9 * 64, {True: 14 * 14, False: 28 * 28}
 
 
 class SiteCost(NamedTuple):
@@ -143,12 +142,10 @@ def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
 
 
 def _waits_for_memory(conv: Conv2d, site: Site) -> bool:
-    """Whether a convolution has time to normalise what it reads: few products for each value, on large images.
-
-    With many filters it has more statistics of its own output to take than time.
-    """
-    products = prod(conv.kernel_size) * conv.out_channels <= MOST_PRODUCTS * prod(conv.stride)
-    return products and conv.out_channels <= MOST_FILTERS and site.shape[0] * site.shape[1] >= LARGE
+    """Whether a convolution has time to normalise what it reads: few products for each value, on large images."""
+    taps = prod(conv.kernel_size)
+    few = taps * conv.out_channels <= MOST_PRODUCTS * prod(conv.stride)
+    return few and site.shape[0] * site.shape[1] >= LARGE[taps == 1]
 
 
 def heuristic(graph: Graph, sites: Sequence[Site], precision: Precision, machine: Machine) -> Plan:

@@ -56,8 +56,9 @@ def test_a_rank_killed_while_it_writes_leaves_the_checkpoint_before(device, tmp_
 
 
 def trained(tmp_path, name, ranks, epochs, *options):
-    told = ["--schedule", "constant", "--epochs", str(epochs), "--output", str(tmp_path / name), *options]
-    done = job.run_program([*TRAIN.split(), "--device", "cpu", *told], ranks, tmp_path)
+    told = ["--device", "cpu", "--schedule", "constant", "--warmup", "1", "--epochs", str(epochs)]
+    told += ["--output", str(tmp_path / name), *options]
+    done = job.run_program([*TRAIN.split(), *told], ranks, tmp_path)
     assert done.status == 0, done.output
     return checkpoint.load(checkpoint.latest(tmp_path / name))
 

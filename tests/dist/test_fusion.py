@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from tests.dist import job
+from tests.test_fusion import close, distance
 
 pytestmark = pytest.mark.mpi
 
@@ -23,3 +25,28 @@ def test_ranks_follow_the_plan_of_rank_0(tmp_path):
     assert first["deferred"] == ["bn1", "bn3"]
     for other in others:
         assert other == first | {"timed": 0}, "the others wait"
+
+
+@pytest.mark.parametrize("device", job.DEVICES)
+@pytest.mark.parametrize("sizes", [(5, 2), (4, 1, 3)], ids=str)
+def test_synchronised_batch_norms_of_unequal_shares_are_those_of_the_whole_batch(device, sizes, tmp_path):
+    """Losses, gradients and running statistics, by every plan, against one rank without a plan."""
+    if device == "cuda" and job.gpus() < len(sizes):
+        pytest.skip(f"needs {len(sizes)} GPUs")
+    (tmp_path / "alone").mkdir()
+    alone = job.run_alone("synchronised", tmp_path / "alone", device, str(sum(sizes)))
+    done = job.run("synchronised", len(sizes), tmp_path, device, *map(str, sizes))
+    assert done.status == alone.status == 0, done.output + alone.output
+    [one] = ({mode: {how: arrays(of) for how, of in plans.items()} for mode, plans in a.items()} for a in alone.answers)
+    exact = one["fp32"]["none"]
+    for answer in done.answers:
+        assert answer == done.answers[0], "ranks must agree to the bit"
+    for found in done.answers[0]["fp32"].values():
+        close(exact, arrays(found), 2e-5)
+    for how, found in done.answers[0]["bf16"].items():
+        same = one["bf16"][how]
+        assert 4 * distance(same, arrays(found)) < distance(exact, same), f"{how}: more than 16 bits leave open"
+
+
+def arrays(found):
+    return {name: np.asarray(values) for name, values in found.items()}
