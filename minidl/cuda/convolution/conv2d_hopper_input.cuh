@@ -79,12 +79,12 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     int keep = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
-        for (int a = 0; a < c.taps_h; ++a)
-            for (int b = 0; b < c.taps_w; ++b) {
+        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
+            for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
                 bool inside[2 * BLOCKS];
-                const bool whole = FLAT || border.find(p, a, b, inside);
+                const bool whole = SINGLE || border.find(p, a, b, inside);
                 u32 raw[GROUP][BLOCKS][4];
                 // A group's rows and, with the first tap, what its channels need: all of that at once would keep the
                 // rows waiting.
@@ -92,7 +92,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k) {
                         const int pair = 2 * (g * GROUP + k);
-                        if (FLAT || a + b == 0)
+                        if (SINGLE || a + b == 0)
 #pragma unroll
                             for (int j = pair; j < pair + 2; ++j)
                                 affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
