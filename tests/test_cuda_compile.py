@@ -423,8 +423,9 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
                         conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed
                     )
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
-            for how in (1, 2):
-                launches += conv2d_hopper.plan(conv, code, False, (64, 0), False, device, (tile, 1), normalized=how)
+            strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
+            for one, how in itertools.product({conv, strided}, (1, 2)):
+                launches += conv2d_hopper.plan(one, code, False, (64, 0), False, device, (tile, 1), normalized=how)
         if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
             wide = 2 * tile.columns
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)

@@ -31,7 +31,8 @@
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
-// otherwise idle warp brings that from memory, beside the stage where the chunk begins.
+// otherwise idle warp brings that from memory, beside the stage where the chunk begins. SINGLE: of 1x1 filters without
+// padding.
 //
 // GROUPED, of 16-bit types: 0, one; 1, several, a tile's columns are of one and so is its depth; 2, likewise of two that
 // have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow each other
@@ -45,10 +46,10 @@
 // DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
 // of a tile.
 //
-// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED,
-// SPACED, RELU, GROUPED, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline; STEPS, products
-// along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per warpgroup; RESIDENT,
-// blocks per multiprocessor.
+// Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
+// (and with it SINGLE), SPACED, RELU, GROUPED, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// STEPS, products along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per
+// warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, three where a tile has 192 rows, as many rows each; one thread of another keeps the

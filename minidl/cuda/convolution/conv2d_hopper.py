@@ -215,6 +215,8 @@ def plan(
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
+        if normalized:
+            defines["SINGLE"] = int(conv.kernel == (1, 1) and conv.padding == (0, 0))
         defines |= {"GROUPED": bundle_of(conv) if conv.groups > 1 else 0}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])

@@ -1,10 +1,12 @@
 // How conv2d_hopper.cu normalises its source, in registers; a part of it, which knows its structures.
 //
-// What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB each:
-// of 1x1 filters with every stage, 0.16 us beside the 0.64 of its products in a tile of 128x256, whose operands alone keep
-// shared memory busy for 84 % of the time (half of both in packed arithmetic; all measured on an H200). Tried before:
-// warps that normalise stages where they lie, which read and write as much shared memory; 1024-256 channels at 14x14 pixels took 57.7
-// us so, in registers 53.2, without 43.0.
+// What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB each,
+// of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands through
+// registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once, before the
+// stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128 columns it is not
+// (18 to 28 %; packed, 5). Tried without gain: reads of a quarter of the bytes, scale and shift in three parts of eight
+// bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in turns; warps that
+// normalise stages where they lie, which read and write as much shared memory.
 #pragma once
 #include "conv2d_input.cuh"
 
@@ -60,7 +62,8 @@ struct Border {
 };
 
 // Products of 16 channels that are started together, and such groups that run while the next one's operands are made. (Two
-// groups that run ahead, or groups of a whole stage, are up to 4 % slower.)
+// groups that run ahead, groups of one product or of a whole stage are up to 5 % slower, warpgroups that take turns 2 to
+// 10 %.)
 constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
 constexpr int AHEAD = 1;
 
@@ -76,26 +79,33 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     int keep = 0;
     for (int channel = 0; channel < p.depth; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
-        for (int a = 0; a < c.taps_h; ++a)
-            for (int b = 0; b < c.taps_w; ++b) {
+        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
+            for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
                 bool inside[2 * BLOCKS];
-                const bool whole = FLAT || border.find(p, a, b, inside);
-                barrier_wait(at.filled(ring.index), ring.parity);
-                if (a + b == 0)
+                const bool whole = SINGLE || border.find(p, a, b, inside);
+                u32 raw[GROUP][BLOCKS][4];
+                // A group's rows and, with the first tap, what its channels need: all of that at once would keep the
+                // rows waiting.
+                const auto load = [&](int g) {
 #pragma unroll
-                    for (int k = 0; k < 8; ++k)
-                        affine[k].load(at.affine(ring.index) + (k * 4 + lane % 4) * sizeof(Affine));
+                    for (int k = 0; k < GROUP; ++k) {
+                        const int pair = 2 * (g * GROUP + k);
+                        if (SINGLE || a + b == 0)
 #pragma unroll
-                for (int g = 0; g < GROUPS; ++g) {
-                    u32 raw[GROUP][BLOCKS][4], words[GROUP][BLOCKS][4];
-#pragma unroll
-                    for (int k = 0; k < GROUP; ++k)
+                            for (int j = pair; j < pair + 2; ++j)
+                                affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
-                            load_matrices(raw[k][i], stage + from + i * 64 * 128 +
-                                                         ((2 * (g * GROUP + k) + lane / 16) ^ swizzle) * 16);
+                            load_matrices(raw[k][i], stage + from + i * 64 * 128 + ((pair + lane / 16) ^ swizzle) * 16);
+                    }
+                };
+                barrier_wait(at.filled(ring.index), ring.parity);
+                load(0);
+#pragma unroll
+                for (int g = 0; g < GROUPS; ++g) {
+                    u32 words[GROUP][BLOCKS][4];
                     // Registers of those that ran longest are free again.
                     await_products<AHEAD>();
                     if (g == AHEAD && lane == 0 && keep) barrier_arrive(before);
@@ -113,6 +123,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                             for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
                                 for (int j = 0; j < 4; ++j) words[k][i][j] = inside[2 * i + j % 2] ? words[k][i][j] : 0;
+                    if (g + 1 < GROUPS) load(g + 1);
                     product_fence();
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k)

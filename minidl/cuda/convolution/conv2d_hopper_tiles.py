@@ -125,8 +125,8 @@ SHALLOW = 0.8
 AGAIN = 1.07
 # How much longer a stage takes whose rows are normalised, by rows and columns of the tile; a window's; which share of
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
-_NORMALIZED = {(128, 256): 1.05, (256, 128): 1.36, (128, 192): 1.25, (192, 128): 1.4, (256, 64): 1.95, (128, 128): 1.45}
-_WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.16, 0.08)
+_NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
+_WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 

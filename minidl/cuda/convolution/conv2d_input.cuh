@@ -2,8 +2,9 @@
 // and what a product sees are relu((x - mean)*rstd*gamma + beta), with the bits that a pass of its own would write
 // (normalize.cuh). They are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
 //
-// Instructions are what this costs: while the matrix units are busy, what other warps issue beside them adds to their time,
-// one for one or nearly so (measured on an H200, in registers and in shared memory alike).
+// Instructions are what this costs: beside products of up to 128 columns, what is issued while the matrix units are busy
+// adds to their time, one for one or nearly so (measured on an H200, in registers and in shared memory alike); beside 256
+// columns it is hidden.
 //
 // NORMALIZED 1: in float32. 2: in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded
 // to T, in one instruction for two values where the other takes five; before the rounding of the result, which both have,
