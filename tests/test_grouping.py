@@ -62,6 +62,7 @@ def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
     linked = Two()
     linked.links = object()
     assert grouping.group_bytes(cpu_ops, linked) == 4 << 20, "messages wait: what comes next does not tell"
+    assert grouping._path(record(cpu_ops, linked, 1)) != grouping._path(record(cpu_ops, comm, 1)), "nor is it NCCL's"
     other = Two()
     other.name = "another"
     assert grouping.group_bytes(cpu_ops, other) == 4 << 20, "another engine"

@@ -225,7 +225,8 @@ def _slowest(comm: Communicator, own: Sequence[float]) -> float:
 
 
 def _identity(ops: ModuleType, comm: Communicator) -> Record:
-    return ceilings.identity(ops, comm) | {"version": _VERSION, "engine": comm.name}
+    engine = "links" if by_kernels(comm) else comm.name  # what is best for the one is not for NCCL
+    return ceilings.identity(ops, comm) | {"version": _VERSION, "engine": engine}
 
 
 def _path(identity: Record) -> Any:

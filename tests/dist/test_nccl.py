@@ -202,6 +202,6 @@ def test_group_sizes_are_measured_and_kept(tmp_path):
     program += "sys.exit(main(['tune', 'comm', '--device', 'cuda']))"
     done = job.run_program(["-c", program], 2, tmp_path, MINIDL_CACHE=str(tmp_path / "cache"))
     assert done.status == 0, done.output
-    [record] = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("grouping/*-nccl.json")]
+    [record] = [json.loads(path.read_text()) for path in (tmp_path / "cache").glob("grouping/*-links.json")]
     assert record["group_bytes"] in [group["bytes"] for group in record["groups"]] and record["ranks"] == 2
     assert record["compute_ms"] > 0 and record["bus_gb_per_s"] > 0
