@@ -177,6 +177,7 @@ DEVICE void expand(const int* __restrict__ indptr, const u16* __restrict__ indic
         __syncwarp();
         block.scatter(tile);
         before = block;
+        block.end_index = NONE;  // is at its place
         while (block.words > CHUNK) {
             block.first += 4 * CHUNK, block.words -= CHUNK;
             block.fetch_words(indices, values);
