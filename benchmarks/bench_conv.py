@@ -465,7 +465,6 @@ def _arguments() -> argparse.Namespace:
     on_cpu = a.device == "cpu"
     a.precision = a.precision or (["fp32"] if on_cpu else ["bf16"])
     a.network = a.network or (["resnet18"] if on_cpu else ["resnet50", "vgg16", "unet"])
-    a.batch = a.batch or (8 if on_cpu else None)
     if on_cpu and not {"tf32", "tf32x3"}.isdisjoint(a.precision):
         parser.error("TF32 exists on the GPU only")
     return a
@@ -480,7 +479,10 @@ def main() -> None:
     else:
         torch.backends.cudnn.benchmark = True
         bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
-    layers = [layer for network in a.network for layer in NETWORKS[network](*([a.batch] if a.batch else []))]
+    batch = a.batch or (8 if a.device == "cpu" else None)
+    layers = [layer for network in a.network for layer in NETWORKS[network](*([batch] if batch else []))]
+    if a.batch:  # one that is not the usual stands in the cases' names
+        layers = [replace(layer, network=f"{layer.network}/b{batch}") for layer in layers]
     for name in a.precision:
         for peer in (torch.backends.cudnn, torch.backends.cuda.matmul):
             peer.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32
