@@ -2,14 +2,13 @@
 grouped ones and fully connected layers: every distinct layer in each of its three passes, beside PyTorch.
 
     python benchmarks/bench_conv.py --precision bf16 tf32 --json out.json
-    python benchmarks/bench_conv.py --device cpu --network resnet18 --batch 8 --precision fp32
+    python benchmarks/bench_conv.py --device cpu --network resnet18 --precision fp32
 
 On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully connected layers also cuBLAS. Our weight
 gradients are float32, theirs of the operands' type: in 16 bits of fully connected layers, where writing them takes most
 of the time, cuBLAS with a float32 result is the peer that counts. On the CPU it is oneDNN with as many threads, in
 channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
-output is compared with the peer's. The table lists first what costs the networks most against the best peer: the time
-lost, weighted by how often the layer occurs.
+output is compared with the peer's. First stands what loses the networks most time. A given --batch is told in the names.
 """
 
 from __future__ import annotations
@@ -455,8 +454,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--precision", nargs="+", choices=PRECISIONS, help="default: bf16, on the CPU fp32")
-    networks = "default: resnet50 vgg16 unet, on the CPU resnet18"
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, help=networks)
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, help="default: resnet50 vgg16 unet; CPU: resnet18")
     parser.add_argument("--pass", nargs="+", dest="passes", choices=PASSES, default=list(PASSES))
     parser.add_argument("--batch", type=int, help="images (default: of a training step on a GPU; on the CPU 8)")
     parser.add_argument("--samples", type=int, default=9, help="timed samples per measurement (default 9)")
@@ -481,7 +479,7 @@ def main() -> None:
         bandwidth = copy_bandwidth(cuda, DeviceTimer()) * 1e9
     batch = a.batch or (8 if a.device == "cpu" else None)
     layers = [layer for network in a.network for layer in NETWORKS[network](*([batch] if batch else []))]
-    if a.batch:  # one that is not the usual stands in the cases' names
+    if a.batch:
         layers = [replace(layer, network=f"{layer.network}/b{batch}") for layer in layers]
     for name in a.precision:
         for peer in (torch.backends.cudnn, torch.backends.cuda.matmul):
