@@ -8,7 +8,7 @@ On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully conn
 gradients are float32, theirs of the operands' type: in 16 bits of fully connected layers, where writing them takes most
 of the time, cuBLAS with a float32 result is the peer that counts. On the CPU it is oneDNN with as many threads, in
 channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
-output is compared with the peer's. First stands what loses the networks most time. A given --batch is told in the names.
+output is compared with the peer's. First stands what loses the networks most time. A --batch is told in the names.
 """
 
 from __future__ import annotations
