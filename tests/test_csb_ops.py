@@ -196,6 +196,29 @@ def test_the_bits_depend_on_neither_orientation_nor_company(ops, rng, transposed
         np.testing.assert_array_equal(part, whole[:, first:end])
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
+@pytest.mark.parametrize("rows", ["even", "one full", "one short", "growing", "last only"])
+def test_few_samples_have_the_bits_of_many(cpu_ops, rng, rows, transposed):
+    """Runs of a block's elements go side by side; a row may be longer than several of them, or end at a cut."""
+    share = {
+        "even": np.full(200, 0.1),
+        "one full": np.where(np.arange(200) == 70, 1.0, 0.01),
+        "one short": np.where(np.arange(200) == 70, 0.06, 0.0),
+        "growing": np.linspace(0, 1, 200) ** 4,
+        "last only": np.where(np.arange(200) == 199, 0.9, 0.0),
+    }[rows]
+    mask = rng.random((200, 300)) < share[:, None]
+    x = draw(rng, (200 if transposed else 300, 40), float32)
+    for side in (64, 256):
+        indptr, indices = reference.from_mask(mask, side)
+        arrays = indptr, indices, draw(rng, indices.size, float32)
+        whole = cpu_ops.csb_matmul(*arrays, x, mask.shape, side, transposed=transposed)
+        for samples in (1, 7, 8, 16):
+            few = np.ascontiguousarray(x[:, :samples])
+            got = cpu_ops.csb_matmul(*arrays, few, mask.shape, side, transposed=transposed)
+            np.testing.assert_array_equal(got, whole[:, :samples])
+
+
 def test_sampled_bits_depend_on_neither_orientation_nor_run(ops, rng):
     a = Matrix(ops, rng, (150, 200), 64, 0.3)
     dy, x = (a.operand(rng, 700, transposed, False) for transposed in (True, False))

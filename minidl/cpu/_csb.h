@@ -12,23 +12,12 @@
 #ifndef MINIDL_CSB_H
 #define MINIDL_CSB_H
 
-#include <string.h>
-
-#include "_simd.h"
-
-#define UNROLL _Pragma("GCC unroll 16")
-
-typedef float csb_v4 __attribute__((vector_size(16), aligned(4), may_alias));
-typedef float csb_v8 __attribute__((vector_size(32), aligned(4), may_alias));
-typedef float csb_v16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int csb_i4 __attribute__((vector_size(16)));
-typedef int csb_i8 __attribute__((vector_size(32)));
+#include "_csb_few.h"
 
 enum {
     CSB_MOST_SIDE = 256,
     CSB_DEPTH = 256,  /* samples of a sampled product's tile, at most */
     CSB_STREAM = 16,  /* samples up to which a block runs as it lies, its dense operand packed */
-    CSB_RUNS = 4,     /* of its rows, side by side */
     CSB_STRETCH = 64, /* features of a sample that are turned together: whole lines of few rows at a time */
 };
 
@@ -48,8 +37,6 @@ typedef struct {
     float *values;
     float *outputs; /* (tiles, side, lanes) */
 } CsbScratch;
-
-MINIDL_INLINE ptrdiff_t csb_least(ptrdiff_t a, ptrdiff_t b) { return a < b ? a : b; }
 
 /* ---- packing ---- */
 
@@ -218,46 +205,6 @@ typedef struct {
 DEFINE_CSB_KERNELS(32, csb_v16, 2)
 DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
-/* Four nonzeros' places in a word, the first lowest: one load, and less to take each apart. */
-MINIDL_INLINE uint64_t csb_four(const uint16_t *items)
-{
-    return items[0] | (uint64_t)items[1] << 16 | (uint64_t)items[2] << 32 | (uint64_t)items[3] << 48;
-}
-
-/* One tile of a single vector, a block as it lies: y[row] += value * x[column], or transposed. Outputs stay in memory:
- * few nonzeros have one in common, and loops over them would end too often to be foreseen. Those that have wait for each
- * other; so, not transposed, several runs of whole rows go side by side. `transposed` is a constant. */
-#define DEFINE_CSB_STREAM(lanes, vec)                                                                                  \
-    MINIDL_INLINE void csb_stream_##lanes(                                                                             \
-        ptrdiff_t count, const uint16_t *items, const float *values, const float *x, float *y, int transposed)         \
-    {                                                                                                                  \
-        const int runs = transposed ? 1 : CSB_RUNS;                                                                    \
-        ptrdiff_t at[CSB_RUNS + 1] = {0}, least = count, most = 0, i = 0;                                              \
-        for (int q = 1; q <= runs; q++) {                                                                              \
-            at[q] = count * q / runs;                                                                                  \
-            while (0 < at[q] && at[q] < count && items[at[q]] >> 8 == items[at[q] - 1] >> 8) at[q]++;                  \
-            least = csb_least(least, at[q] - at[q - 1]);                                                               \
-            most = most < at[q] - at[q - 1] ? at[q] - at[q - 1] : most;                                                \
-        }                                                                                                              \
-        for (; i + 4 <= least; i += 4) {                                                                               \
-            uint64_t four[CSB_RUNS];                                                                                   \
-            UNROLL for (int q = 0; q < runs; q++) four[q] = csb_four(items + at[q] + i);                               \
-            UNROLL for (int k = 0; k < 4; k++)                                                                         \
-                UNROLL for (int q = 0; q < runs; q++, four[q - 1] >>= 16)                                              \
-                    CSB_STREAM_ONE(lanes, vec, at[q] + i + k, four[q] >> 8 & 255, four[q] & 255);                      \
-        }                                                                                                              \
-        for (; i < most; i++)                                                                                          \
-            UNROLL for (int q = 0; q < runs; q++)                                                                      \
-                if (at[q] + i < at[q + 1])                                                                             \
-                    CSB_STREAM_ONE(lanes, vec, at[q] + i, items[at[q] + i] >> 8, items[at[q] + i] & 255);              \
-    }
-#define CSB_STREAM_ONE(lanes, vec, i, row, column)                                                                     \
-    (*(vec *)(y + (transposed ? column : row) * (lanes)) +=                                                            \
-     values[i] * *(const vec *)(x + (transposed ? row : column) * (lanes)))
-DEFINE_CSB_STREAM(1, float)
-DEFINE_CSB_STREAM(8, csb_v8)
-DEFINE_CSB_STREAM(16, csb_v16)
-
 typedef struct {
     CsbMatrix a;
     int transposed, features_last, relu;
@@ -307,6 +254,27 @@ MINIDL_INLINE void csb_store(
     }
 }
 
+#ifdef MINIDL_AVX512
+/* Output block `block` of a single sample; `sums` has room for two blocks. */
+MINIDL_INLINE void csb_vector_row(const CsbProduct *p, const float *x, ptrdiff_t block, float *sums)
+{
+    const CsbMatrix *a = &p->a;
+    const ptrdiff_t side = a->side, rows = csb_least(side, p->features - block * side);
+    const int32_t *indptr = a->indptr + block * a->block_columns;
+    float *in = sums, *out = sums + 4 * side;
+    memset(in, 0, rows * sizeof(float));
+    for (ptrdiff_t b = 0; b < a->block_columns; b++, x += side) {
+        if (indptr[b] == indptr[b + 1]) continue;
+        memcpy(out, in, rows * sizeof(float));
+        csb_vector(indptr[b + 1] - indptr[b], a->indices + indptr[b], a->values + indptr[b], x, in, out);
+        float *const last = in;
+        in = out;
+        out = last;
+    }
+    csb_store(p, in, block * side, rows, 0, 1);
+}
+#endif
+
 /* Output block `block` for tiles first .. last. Tile t lies at x + t * tile, its features `step` apart; its samples are
  * those from sample + t * lanes of `total`. */
 MINIDL_CLONES
@@ -323,6 +291,12 @@ static void minidl_csb_product(
     const ptrdiff_t there = csb_least(total, sample + last * lanes), ready = blocks == 1 && !p->features_last && !stream
         ? csb_least(last, (total - sample) / lanes) : first;
     int fresh = !stream; /* nothing has been summed yet */
+#ifdef MINIDL_AVX512
+    if (lanes == 1 && !p->transposed && MINIDL_HAS_AVX512) {
+        csb_vector_row(p, x, block, scratch->outputs);
+        return;
+    }
+#endif
     if (stream) memset(scratch->outputs, 0, (last - first) * side * lanes * sizeof(float));
     for (ptrdiff_t b = 0; b < blocks; b++) {
         /* Transposed: down the tap's block column. */
@@ -352,9 +326,7 @@ static void minidl_csb_product(
                               : scratch->outputs + ((t - first) * side + r) * lanes;
 #define CSB_ROWS(lanes)                                                                                                \
     csb_rows_##lanes(scratch->first + r, strip, items, values, from, y, apart, fresh)
-#define CSB_RUN(lanes)                                                                                                 \
-    p->transposed ? csb_stream_##lanes(count, items, values, from.x, y, 1)                                             \
-                  : csb_stream_##lanes(count, items, values, from.x, y, 0)
+#define CSB_RUN(lanes) (p->transposed ? csb_scatter_##lanes : csb_runs_##lanes)(count, items, values, from.x, y)
             if (lanes == 64)
                 CSB_ROWS(64);
             else if (lanes == 32)

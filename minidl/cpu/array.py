@@ -41,7 +41,7 @@ def empty(shape: int | Sequence[int], dtype) -> Array:
     The memory of large arrays is 256-byte aligned and is reused, see `minidl.cpu._array`.
     """
     dtype = np.dtype(dtype)
-    nbytes = (prod(shape) if isinstance(shape, Sequence) else int(shape)) * dtype.itemsize
+    nbytes = (int(shape) if isinstance(shape, int | np.integer) else prod(shape)) * dtype.itemsize
     if nbytes < _POOLED_BYTES:
         return np.empty(shape, dtype)
     return np.ndarray(shape, dtype, buffer=Block(nbytes))

@@ -23,8 +23,7 @@ _REUSE = 16  # uses of an element of the dense operand up to which packing it fi
 _REUSE_NEAR, _NEAR_FLOATS = 4, 1 << 13  # the same where a packed tile fits a first-level cache
 _THREADS_FROM = 1 << 17  # multiply-adds below which one thread is as fast
 
-# Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
-_QUIET = np.errstate(over="ignore", invalid="ignore")
+_NO_ROOM = np.empty(0, float32)
 
 
 def csb_matmul(
@@ -66,11 +65,12 @@ def csb_matmul(
     y = empty((samples, outer) if features_last else (outer, samples), float32)
     lanes = next((n for n in (1, 8, 16, 32) if samples <= n), 64)
     reuse = _REUSE_NEAR if features * lanes <= _NEAR_FLOATS else _REUSE
-    packed_already = samples == lanes and wide.flags.c_contiguous and (not features_last or lanes == 1)
-    direct = packed_already or (lanes > _csb.STREAM and not features_last and values.size <= reuse * features)
+    direct = (lanes > _csb.STREAM and not features_last and values.size <= reuse * features) or (
+        samples == lanes and _lies_packed(wide, lanes, features_last)
+    )
     threads = threads_for(values.size * samples)
     rest = samples % lanes if direct else samples
-    packed = packed_room(features, rest, lanes, threads) if rest else empty(0, float32)
+    packed = packed_room(features, rest, lanes, threads) if rest else _NO_ROOM
     _csb.product(
         indptr, indices, flat_float32(values), shape, side, wide, transposed, features_last, bias, relu, lanes, direct,
         packed, y, threads,
@@ -129,6 +129,13 @@ def csb_pick(indptr: Array, indices: Array, dense: Array, shape: Pair, side: int
     """The elements of a dense (M, K) matrix at the pattern, (nnz,) in its dtype, in the order of the values."""
     assert dense.shape == tuple(shape), (dense.shape, shape)
     return cast(dense[_coordinates(indptr, indices, shape, side)], dense.dtype)
+
+
+def _lies_packed(x: Array, lanes: int, features_last: bool) -> bool:
+    """Whether ``x``, of ``lanes`` samples, lies in memory as packing would leave it, no vector across two lines."""
+    if not x.flags.c_contiguous:
+        return False
+    return lanes == 1 or (not features_last and x.__array_interface__["data"][0] % (4 * lanes) == 0)
 
 
 def _coordinates(indptr: Array, indices: Array, shape: Pair, side: int) -> tuple[Array, Array]:
