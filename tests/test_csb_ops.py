@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from minidl.cpu import _csb
 from minidl.precision import float32
 from tests.layouts import LAYOUTS, place
 from tests.reference import csb as reference
@@ -198,8 +199,12 @@ def test_the_bits_depend_on_neither_orientation_nor_company(ops, rng, transposed
 
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("rows", ["even", "one full", "one short", "growing", "last only"])
-def test_few_samples_have_the_bits_of_many(cpu_ops, rng, rows, transposed):
+@pytest.mark.parametrize("avx512", [False, True], ids=["any processor", "AVX-512"])
+def test_few_samples_have_the_bits_of_many(cpu_ops, rng, request, rows, transposed, avx512):
     """Runs of a block's elements go side by side; a row may be longer than several of them, or end at a cut."""
+    request.addfinalizer(lambda: _csb.take_avx512(True))
+    if _csb.take_avx512(avx512) != avx512:
+        pytest.skip("this processor has no AVX-512")
     share = {
         "even": np.full(200, 0.1),
         "one full": np.where(np.arange(200) == 70, 1.0, 0.01),

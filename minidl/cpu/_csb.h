@@ -207,7 +207,7 @@ DEFINE_CSB_KERNELS(64, csb_v16, 4)
 
 typedef struct {
     CsbMatrix a;
-    int transposed, features_last, relu;
+    int transposed, features_last, relu, avx512;
     ptrdiff_t features, taps; /* of the output; 1 but for convolutions, whose taps have as many block columns each */
     ptrdiff_t lanes;
     const float *bias; /* per output feature, or NULL */
@@ -292,7 +292,7 @@ static void minidl_csb_product(
         ? csb_least(last, (total - sample) / lanes) : first;
     int fresh = !stream; /* nothing has been summed yet */
 #ifdef MINIDL_AVX512
-    if (lanes == 1 && !p->transposed && MINIDL_HAS_AVX512) {
+    if (lanes == 1 && !p->transposed && p->avx512) {
         csb_vector_row(p, x, block, scratch->outputs);
         return;
     }

@@ -8,6 +8,7 @@ from libc.stdlib cimport free, malloc
 
 cdef extern from "_csb.h" nogil:
     enum: CSB_DEPTH, CSB_STREAM
+    int MINIDL_HAS_AVX512
     ctypedef struct CsbMatrix:
         const int32_t *indptr
         const uint16_t *indices
@@ -19,7 +20,7 @@ cdef extern from "_csb.h" nogil:
         float *outputs
     ctypedef struct CsbProduct:
         CsbMatrix a
-        int transposed, features_last, relu
+        int transposed, features_last, relu, avx512
         ptrdiff_t features, taps, lanes, pitch
         const float *bias
         float *y
@@ -59,11 +60,19 @@ STREAM = CSB_STREAM  # lanes up to which a product's samples must lie as packed
 
 cdef ptrdiff_t STRIP = 256  # features of a packing task
 cdef ptrdiff_t PIECE = 8  # tiles that share one decoding of a block, or one packing
+cdef bint avx512 = MINIDL_HAS_AVX512
 
 
 def max_threads():
     """Threads that a parallel loop may use: the cores, unless OMP_NUM_THREADS or a runtime says less."""
     return omp_get_max_threads()
+
+
+def take_avx512(bint wanted):
+    """Whether single samples run on AVX-512 from now on: where it is there and ``wanted``. For laws of either way."""
+    global avx512
+    avx512 = wanted and MINIDL_HAS_AVX512
+    return avx512
 
 
 cdef CsbMatrix matrix(const int32_t[::1] indptr, const uint16_t[::1] indices, tuple shape, ptrdiff_t side):
@@ -172,7 +181,7 @@ def product(
     cdef CsbProduct p
     p.a = matrix(indptr, indices, shape, side)
     p.a.values = &values[0] if values.shape[0] else NULL
-    p.transposed, p.features_last, p.relu, p.lanes = transposed, features_last, relu, lanes
+    p.transposed, p.features_last, p.relu, p.avx512, p.lanes = transposed, features_last, relu, avx512, lanes
     p.bias = &bias[0] if bias is not None else NULL
     p.y, p.pitch = &y[0, 0], y.shape[1]
     cdef CsbWindow w

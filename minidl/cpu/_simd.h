@@ -14,9 +14,10 @@
 #define MINIDL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 /* What only AVX-512's intrinsics can say, to be called where MINIDL_HAS_AVX512. */
 #define MINIDL_AVX512 __attribute__((target("arch=x86-64-v4")))
-#define MINIDL_HAS_AVX512 __builtin_cpu_supports("x86-64-v4")
+#define MINIDL_HAS_AVX512 (__builtin_cpu_supports("x86-64-v4") != 0)
 #else
 #define MINIDL_CLONES
+#define MINIDL_HAS_AVX512 0
 #endif
 
 #if defined(__GNUC__)
