@@ -104,6 +104,8 @@ static void csb_vector(
         }
         for (ptrdiff_t j = i; j < i + some; j += 4) {
             uint64_t four[RUNS];
+            __builtin_prefetch(items + count + RUNS * j);
+            __builtin_prefetch(values + count + RUNS * j);
             UNROLL for (int q = 0; q < RUNS; q++) four[q] = csb_four(items + at[q] + j);
             UNROLL for (int k = 0; k < 4; k++)
                 UNROLL for (int q = 0; q < RUNS; q++) {
