@@ -75,6 +75,8 @@ DEFINE_CSB_STREAM(8, csb_v8)
 DEFINE_CSB_STREAM(16, csb_v16)
 
 #ifdef MINIDL_AVX512
+#include <immintrin.h>
+
 /* A single sample, a block as it lies: out[row] = in[row] + the sum over the row's nonzeros, for rows that have any.
  * Three runs of one length go side by side, each with the sum of its row in a register. At a row's first nonzero, which
  * a mask says for 32 nonzeros at a time, it is replaced by in[row]; it is stored after every nonzero: no jump depends

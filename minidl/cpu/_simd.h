@@ -10,7 +10,6 @@
 #include <stdlib.h> /* defines __GLIBC__ */
 
 #if defined(__x86_64__) && defined(__ELF__) && defined(__GLIBC__) && !defined(__clang__) && __GNUC__ >= 12
-#include <immintrin.h>
 #define MINIDL_CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 /* What only AVX-512's intrinsics can say, to be called where MINIDL_HAS_AVX512. */
 #define MINIDL_AVX512 __attribute__((target("arch=x86-64-v4")))
