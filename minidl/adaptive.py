@@ -15,8 +15,6 @@ from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
 from minidl.segments import by_name, flattened
 
-__all__ = ["LAMB", "LARS", "AdamW"]
-
 # Layout of the record array, float32[8] (see the adam_advance operation).
 BETA1, BETA2, EPS, STEP, CORRECTION1, CORRECTION2, TRUST = range(7)
 

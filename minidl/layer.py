@@ -29,8 +29,6 @@ from minidl.shapes import Pair
 from minidl.store import TensorStore
 from minidl.value import MaskedGradient, Value
 
-__all__ = ["Layer"]
-
 _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS: dict[str, Any] = {}
 

@@ -20,8 +20,6 @@ from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
 from minidl.segments import by_name, flattened
 
-__all__ = ["SGD", "ParameterGroup"]
-
 # Layout of the control array, float32 (see the sgd_update operation).
 LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
 _CONTROL_SIZE = 8

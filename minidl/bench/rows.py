@@ -20,8 +20,6 @@ from minidl.profile.cost import PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Timing
 
-__all__ = ["Table", "network_rows"]
-
 _KINDS = {"step": "eager", "graph_step": "captured"}
 
 

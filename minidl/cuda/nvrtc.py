@@ -24,20 +24,6 @@ from pathlib import Path
 from minidl import checks
 from minidl.cuda.compiler import Library, Process
 
-__all__ = [
-    "Compiled",
-    "KernelReport",
-    "build",
-    "cache_directory",
-    "compile",
-    "compile_all",
-    "is_built",
-    "source_of",
-    "sources",
-    "target",
-    "version",
-]
-
 Defines = Mapping[str, int | str]
 
 FOLDER = Path(__file__).parent

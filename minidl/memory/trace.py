@@ -18,8 +18,6 @@ from typing import Any
 from minidl import checks
 from minidl.memory.files import dumps, loads
 
-__all__ = ["RESIDENT_KINDS", "Step", "Tensor", "Trace"]
-
 # Tensors that outlive the step: on the device at every moment of it, touched or not.
 RESIDENT_KINDS = ("weight", "working", "gradient", "momentum", "buffer")
 

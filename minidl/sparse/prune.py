@@ -36,8 +36,6 @@ from minidl.sparse.layers import CSBConv2d, CSBLinear
 from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity, score_mask
 from minidl.sparse.structured import Branches, Filters
 
-__all__ = ["CubicSchedule", "PrunedSGD", "Pruning", "pruned", "sparse_state", "to_sparse", "without_masks"]
-
 _MASK, _COUNT = "mask.", "pruning.steps"
 
 
