@@ -14,6 +14,22 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
+__all__ = [
+    "Function",
+    "GatedGradient",
+    "MaskedGradient",
+    "Normalized",
+    "Origin",
+    "PooledGradient",
+    "TiledGradient",
+    "Value",
+    "activated",
+    "addend",
+    "finished",
+    "materialize",
+    "owed",
+]
+
 
 @dataclass(frozen=True)
 class Normalized:

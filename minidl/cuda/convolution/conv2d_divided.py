@@ -16,6 +16,8 @@ from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
 from minidl.shapes import ceil_div, round_up
 
+__all__ = ["PARTS", "Division", "divided", "options"]
+
 PARTS = 1, 2, 4, 8  # blocks of a cluster
 MOST_ROWS = 256
 # Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit

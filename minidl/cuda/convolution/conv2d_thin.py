@@ -18,6 +18,8 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
+__all__ = ["applies", "backward_weight", "gather", "pays"]
+
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient, of one in TF32; of an output or
 # data gradient, but for an output of few channels, of whose filters Hopper's kernels read whole rows.
