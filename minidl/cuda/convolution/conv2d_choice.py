@@ -24,6 +24,8 @@ from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.widen import wide_channels
 from minidl.cuda.device import DeviceRecord
 
+__all__ = ["choice", "options", "widened"]
+
 
 def widened(conv: Convolution, code: int) -> Convolution:
     """With the channels that x and w should be padded to before a product over them; groups stay as they are."""
