@@ -15,6 +15,8 @@ PY := .venv/bin/python
 ENVIRONMENT := .venv/installed
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 endif
+# Tests and ranks are hundreds of processes: images that forbid bytecode would let each compile all sources anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 RANKS ?= $(or $(GPUS),2)

@@ -31,8 +31,6 @@ from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import DeviceTimer, input_sets
 
-__all__ = ["main"]
-
 
 def _compile(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
     """All kernels that will run, by several processes."""

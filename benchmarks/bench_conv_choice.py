@@ -35,8 +35,6 @@ from minidl.cuda.device import current_device
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 
-__all__ = ["OTHERS", "PASSES", "main", "questions_of", "random_shapes"]
-
 KINDS = ("any", "thin", "groups")
 PASSES = ("forward", "backward_data", "backward_weight")
 # As of --shape: layers of MobileNetV2, EfficientNet-B0, Inception-v3, ResNeXt, DenseNet and wide ResNets.

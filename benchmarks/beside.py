@@ -20,8 +20,6 @@ from minidl.precision import float32
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timing
 
-__all__ = ["Run", "Traffic", "outlasted"]
-
 SAMPLE_MS = 3.0
 ROOM = 2.0  # all-reduces for so many times the work's own duration, to begin with
 MOST = 180  # all-reduces of a sample: each doubles the numbers, which start at 1e-30

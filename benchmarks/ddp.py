@@ -19,8 +19,6 @@ from minidl.bench.torch_twin import TorchGraph, from_nhwc
 from minidl.dist import Communicator
 from minidl.graph import Graph
 
-__all__ = ["Peer", "join", "leave"]
-
 _FIRST_STEPS = 11  # in which DDP finds out the order of gradients, and asks events for times: no graph may hold that
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -43,8 +43,6 @@ from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
 
-__all__ = ["convolutions"]
-
 Row = dict[str, Any]
 
 

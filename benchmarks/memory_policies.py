@@ -22,8 +22,6 @@ from minidl.memory.joint import KEEP, REBUILD, Joint
 from minidl.memory.pinning import granule_of
 from minidl.memory.plan import Infeasible, Plan, human
 
-__all__ = ["cheap", "geeps", "static", "vdnn"]
-
 BETA = 2
 _MOST_OPEN = 12
 

@@ -23,8 +23,6 @@ from minidl.bench.setup import Setup
 from minidl.bench.step import DECAY, LR, MOMENTUM
 from minidl.bench.torch_twin import TorchGraph, from_nhwc
 
-__all__ = ["ARMS", "WARM_UP", "captured", "compile_ahead", "first_steps", "step_of"]
-
 # Arms and their modes of torch.compile.
 ARMS = {
     "torch-eager": None,

@@ -11,11 +11,8 @@ import numpy as np
 from minidl import checks
 from minidl.model import Model
 from minidl.optim import SGD, ParameterGroup
-from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
-from minidl.segments import by_name, flattened
-
-__all__ = ["LAMB", "LARS", "AdamW"]
+from minidl.segments import ALIGN, Segment, by_name, flattened
 
 # Layout of the record array, float32[8] (see the adam_advance operation).
 BETA1, BETA2, EPS, STEP, CORRECTION1, CORRECTION2, TRUST = range(7)

@@ -12,8 +12,6 @@ from minidl import checkpoint, checks
 from minidl.model import Model
 from minidl.segments import by_name, flattened
 
-__all__ = ["WeightAverage"]
-
 
 class WeightAverage:
     """The exponential moving average of a model's parameters: ``average = decay·average + (1 − decay)·weights``.

@@ -12,8 +12,6 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["get_ops", "open_device", "ops_of"]
-
 _TABLES = ("cpu", "cuda")
 
 

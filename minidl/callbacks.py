@@ -17,8 +17,6 @@ from typing import Any, Protocol
 
 from minidl import checks
 
-__all__ = ["Callback", "EarlyStop", "KeepBest", "Metric", "StepWatch", "TensorBoard", "Unwatched"]
-
 
 class Callback:
     """Base class of all callbacks; every method may be left out.

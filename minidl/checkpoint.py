@@ -22,8 +22,6 @@ from safetensors.numpy import save as serialize
 
 from minidl import checks
 
-__all__ = ["PREVIOUS", "SCHEMA", "latest", "load", "match", "prune", "require_json", "save", "set_aside", "step_path"]
-
 SCHEMA = 1
 
 PREVIOUS = "previous"  # folder of what `set_aside` moved

@@ -13,26 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from numbers import Real
 from typing import Any
 
-__all__ = [
-    "Told",
-    "at_least",
-    "bad_dtype",
-    "bad_shape",
-    "bad_value",
-    "describe",
-    "elsewhere",
-    "images_first",
-    "impossible",
-    "missing_extra",
-    "number",
-    "order",
-    "positive_pair",
-    "some",
-    "unexpected",
-    "unknown",
-    "wording",
-]
-
 
 def _sentence(who: str, text: str, remedy: str | None) -> str:
     message = f"{who}: {text}" if who else text

@@ -13,8 +13,6 @@ from minidl import checkpoint, dist
 from minidl.config import Help, use_config
 from minidl.dist import abort
 
-__all__ = ["VERBS", "main", "parser"]
-
 VERBS = {
     "train": ("training", "train a network"),
     "prune": ("pruning", "train a network while it is pruned"),

@@ -26,8 +26,6 @@ from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
 from minidl.step import EagerStep
 
-__all__ = ["CompiledStep", "NotCapturable", "obstacle"]
-
 _SLAB = 64  # steps whose totals are allocated at once
 
 

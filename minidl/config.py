@@ -15,8 +15,6 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["Help", "use_config"]
-
 
 class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     """Help of options with the defaults that say something, and with descriptions as they are written."""

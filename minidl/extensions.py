@@ -9,8 +9,6 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["require_built"]
-
 
 def require_built(folder: Path) -> None:
     """Each ``_*.pyx`` one level below ``folder`` has its extension module for this Python beside it.

@@ -20,8 +20,6 @@ from weakref import WeakSet
 from minidl import checks
 from minidl.layer import Layer
 
-__all__ = ["Graph", "Node", "scope"]
-
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("minidl_scopes", default=())
 _placed: WeakSet[Layer] = WeakSet()  # layers that stand in some graph, and have their full names from it
 

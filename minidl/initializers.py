@@ -8,17 +8,6 @@ from math import prod, sqrt
 
 import numpy as np
 
-__all__ = [
-    "Initializer",
-    "constant",
-    "generator",
-    "kaiming_normal",
-    "kaiming_uniform",
-    "ones",
-    "uniform_fan_in",
-    "zeros",
-]
-
 Initializer = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
 
 

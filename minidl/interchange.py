@@ -21,8 +21,6 @@ from minidl.graph import Graph
 from minidl.layers import Flatten, Linear
 from minidl.model import Model
 
-__all__ = ["ImportReport", "convert_state", "export_weights", "import_weights", "torch_state"]
-
 _IGNORED = re.compile(r"(^|\.)num_batches_tracked$")
 # Other spellings of names, tried in turn: wrappers around a whole network, DenseNets of 2017, timm's VGGs.
 _SPELLINGS = (

@@ -11,8 +11,6 @@ import numpy as np
 
 from minidl import backend, checks
 
-__all__ = ["answer_in_kind", "take_in"]
-
 _CPU, _CUDA, _CUDA_HOST = 1, 2, 3  # DLDeviceType of the DLPack standard
 
 

@@ -16,8 +16,6 @@ from minidl import checks
 from minidl.dist import mpiexec
 from minidl.progress import TERMINAL
 
-__all__ = ["main"]
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the ``mpiexec`` of the command line; return 2 where there is none.

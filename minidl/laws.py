@@ -20,8 +20,6 @@ from minidl import backend, checks
 from minidl.layer import Layer
 from minidl.random import RandomCounter
 
-__all__ = ["check_gradients", "check_layer"]
-
 _STEP = 2.0**-6
 _ROUNDING = 1e-4  # of the norm of dy·f(x): 2**-24, divided by the step, in sums of some hundred terms
 _TRUNCATION = 2e-3  # of the slope itself: what Richardson's extrapolation leaves of fifth derivatives

@@ -19,17 +19,16 @@ from minidl import backend, checkpoint, checks, interop
 from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer
 from minidl.layer_params import Gradient, LayerParams
-from minidl.params import Arena, ParameterSpec
+from minidl.params import Arena
 from minidl.precision import Precision, bfloat16, float16, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
+from minidl.segments import ParameterSpec
 from minidl.shapes import Pair
 from minidl.store import TensorStore
 from minidl.value import MaskedGradient, Value
-
-__all__ = ["Layer"]
 
 _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS: dict[str, Any] = {}

@@ -8,8 +8,6 @@ from typing import Any, NamedTuple
 from minidl import checks
 from minidl.segments import Segment
 
-__all__ = ["Gradient", "LayerParams"]
-
 
 class Gradient(NamedTuple):
     """Where a layer writes a parameter gradient: float32 ``view``; ``first``: overwrite it, else add to it."""

@@ -11,8 +11,6 @@ from itertools import combinations
 
 from minidl import checks
 
-__all__ = ["PARTS", "TABLE", "described", "refuse"]
-
 PARTS = {
     "ring": "updates within the backward pass",
     "in_momentum": "gradients added to the momentum",

@@ -15,9 +15,6 @@ from minidl import checks, interop
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import check_index, check_labels, out_of_range
 
-__all__ = ["Confusion", "TopK"]
-
-
 _MOST_PARTS = 64  # counts of batches that are kept before they are added up
 
 

@@ -37,8 +37,6 @@ from minidl.store import TensorStore
 from minidl.summary import Summary, summarize
 from minidl.value import Value, addend, finished, materialize
 
-__all__ = ["Model"]
-
 
 class Model(checks.Told):
     """A network ready to train.

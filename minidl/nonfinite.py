@@ -12,8 +12,6 @@ from minidl.dist.agree import by_value
 from minidl.dist.communicator import Communicator
 from minidl.params import Arena
 
-__all__ = ["GradientWatch"]
-
 _RECORD, _FOUND = 8, 3  # floats of the record that `ops.find_nonfinite` writes, and where it says so
 
 

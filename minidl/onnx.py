@@ -20,8 +20,6 @@ from minidl.layer import Layer
 from minidl.model import Model
 from minidl.shapes import ceil_div
 
-__all__ = ["export_onnx", "to_onnx"]
-
 _OPSET, _IR = 17, 8  # of 2022: what runtimes in use have
 _LAYOUTS = ("NHWC", "NCHW")
 _TO_NCHW, _TO_NHWC = (0, 3, 1, 2), (0, 2, 3, 1)

@@ -16,11 +16,8 @@ import numpy as np
 
 from minidl import checkpoint, checks, legality
 from minidl.model import Model
-from minidl.params import ALIGN, Segment
 from minidl.profile import PassCost
-from minidl.segments import by_name, flattened
-
-__all__ = ["SGD", "ParameterGroup"]
+from minidl.segments import ALIGN, Segment, by_name, flattened
 
 # Layout of the control array, float32 (see the sgd_update operation).
 LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)

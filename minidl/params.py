@@ -31,8 +31,6 @@ from minidl.profile.spans import NULL_PROFILER, Profiler
 from minidl.ring import Ring, Whole
 from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
 
-__all__ = ["ALIGN", "Arena", "Message", "ParameterSpec", "Segment"]
-
 
 class Arena:
     """All parameters of a set of layers in flat arrays of one operation table.

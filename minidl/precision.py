@@ -12,8 +12,6 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["Precision", "bfloat16", "float16", "float32", "precision"]
-
 float32 = np.dtype(np.float32)
 float16 = np.dtype(np.float16)
 bfloat16 = np.dtype(ml_dtypes.bfloat16)

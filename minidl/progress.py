@@ -16,8 +16,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["TERMINAL", "MetricsLog", "Progress", "progress"]
-
 TERMINAL = "MINIDL_TERMINAL"  # set by minidl.launch: the width of the terminal behind mpiexec's pipes
 _LINE_SECONDS = 10.0
 

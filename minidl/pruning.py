@@ -30,8 +30,6 @@ from minidl.sparse import (
 from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
-__all__ = ["accuracy", "add_arguments", "begin", "finish", "run", "scan"]
-
 _SCANNED = (0.5, 0.7, 0.8, 0.9, 0.95)  # sparsities
 
 

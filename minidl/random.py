@@ -14,8 +14,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["RandomCounter"]
-
 
 class RandomCounter:
     """The Philox key of the current training step.

@@ -11,8 +11,6 @@ import numpy as np
 from minidl import checkpoint
 from minidl.dist.agree import require_same, require_same_arrays
 
-__all__ = ["held", "restore"]
-
 
 def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """(tensors by name, JSON state) of a trainer, after the collectives that bring them together on this rank."""

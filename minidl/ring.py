@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 
 from minidl.segments import Message, Segment
 
-__all__ = ["Ring", "Whole", "ring_places"]
-
 
 class Whole:
     """All gradients: each lies where its parameter lies in the arena."""

@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 from minidl import checks
 
-__all__ = ["Constant", "Cosine", "OneCycle", "Polynomial", "Schedule", "Step", "Warmup", "parse"]
-
 Schedule = Callable[[int], float]
 
 _FORMS = (

@@ -14,8 +14,6 @@ from minidl.dist.communicator import Work
 from minidl.initializers import Initializer
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "Message", "ParameterSpec", "Segment", "by_name", "drawn", "flattened", "lay_out"]
-
 ALIGN = 64  # float32 elements: 256 bytes, and the chunk of the optimizer's segment table
 
 

@@ -11,19 +11,6 @@ from math import gcd, prod
 
 Pair = tuple[int, int]
 
-__all__ = [
-    "Pair",
-    "ceil_div",
-    "conv_output_size",
-    "conv_transpose_output_size",
-    "pair",
-    "pixel_pitch",
-    "pool_output_size",
-    "resize_axis",
-    "round_up",
-    "tap_axes",
-]
-
 
 def pair(value: int | Sequence[int]) -> Pair:
     """``3 -> (3, 3)`` and ``(3, 5) -> (3, 5)``: (height, width)."""

@@ -11,8 +11,6 @@ from minidl import checks, legality
 from minidl.model import Model
 from minidl.optim import SGD
 
-__all__ = ["ShardedSGD"]
-
 
 class ShardedSGD(SGD):
     """`SGD` whose momentum is shared out: each rank keeps that of its part of every gradient message.

@@ -13,8 +13,6 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile import Profiler
 
-__all__ = ["EagerStep"]
-
 
 class EagerStep:
     """Runs training steps operation by operation.

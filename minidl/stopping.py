@@ -10,8 +10,6 @@ from typing import Any
 
 from minidl.dist.communicator import Communicator
 
-__all__ = ["StopRequest"]
-
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SECONDS = 1.0  # between two agreements, about
 MOST_STEPS = 1000  # from one to the next

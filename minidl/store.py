@@ -16,8 +16,6 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = ["TensorStore", "arrays_of", "tensor_key"]
-
 
 def tensor_key(array: Any) -> Hashable:
     """Identity of a saved tensor: (address, shape, strides, dtype).

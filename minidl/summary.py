@@ -11,8 +11,6 @@ from minidl import checks
 from minidl.profile.tables import plain
 from minidl.store import TensorStore, arrays_of, tensor_key
 
-__all__ = ["LayerSummary", "Summary", "summarize"]
-
 
 @dataclass(frozen=True)
 class LayerSummary:

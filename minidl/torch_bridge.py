@@ -25,8 +25,6 @@ from minidl.params import Arena
 from minidl.precision import bfloat16
 from minidl.store import TensorStore
 
-__all__ = ["as_torch"]
-
 
 def as_torch(piece: Layer | Model, *, device: str = "cpu", precision: str = "fp32") -> Any:
     """A ``torch.nn.Module`` that runs ``piece`` on tensors of its device and storage dtype, NHWC.

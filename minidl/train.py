@@ -30,8 +30,6 @@ from minidl.shapes import ceil_div
 from minidl.step import EagerStep
 from minidl.stopping import StopRequest
 
-__all__ = ["Trainer"]
-
 
 @dataclass
 class _Running:

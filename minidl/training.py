@@ -32,8 +32,6 @@ from minidl.precision import Precision, precision
 from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
-__all__ = ["Training", "add_arguments", "model_options", "run", "status", "train", "trained"]
-
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images

@@ -53,9 +53,11 @@ KERNEL = re.compile(r"__global__(?:\s|void|CLUSTERED|__\w+__\((?:[^()]|\([^()]*\
 # How a process begins lines of its own: how many cases there are, a kernel's first start, the seconds of a case.
 CASES, STARTED, TOOK = "cases: ", "started: ", "took: "
 ALONE = {"all_reduce", "ceiling", "spin"}  # files whose kernels need several GPUs, or write nothing that could be wrong
-# Cases that are taken as well: no other starts adaptive_avg_pool2d_merge, blend, csb_skinny, depthwise_weight, direct.
+# Cases that are taken as well: no other starts adaptive_avg_pool2d_merge, blend, csb_skinny and its fold,
+# depthwise_weight, direct.
 ALSO = (
-    r"test_pool2d_ops.*of_a_large_image", r"::test_blend_.*-64\b", r"::test_every_route_of_16_bit.*-last",
+    r"test_pool2d_ops.*of_a_large_image", r"::test_blend_.*-64\b",
+    r"::test_both_kernels_of_few_samples.*shape2.*bf16-A\b",
     r"::test_whole_numbers_give_the_bits_of_the_definition.*11x11", r"::test_textbook_kernels_equal.*direct",
     r"::test_a_join_leaves_the_signs.*bf16-shape9-dense",
 )  # fmt: skip

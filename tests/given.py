@@ -16,8 +16,6 @@ from minidl.interchange import export_weights
 from minidl.schedule import Constant
 from minidl.train import Trainer
 
-__all__ = ["GIVEN"]
-
 
 def _network(classes: int = 3, size: int = 8) -> m.Graph:
     graph = m.Graph()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["Part"]
-
 
 class Part:
     """One of several ranks whose messages say nothing."""

@@ -11,8 +11,6 @@ import minidl as m
 from minidl import models
 from minidl.step import EagerStep
 
-__all__ = ["batches", "bits", "small_model", "state"]
-
 
 def small_model(name: str, precision: str, device: str, **options: Any) -> m.Model:
     """A network for images of 32 x 32: ten classes, or a U-Net of two."""

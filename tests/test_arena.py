@@ -13,7 +13,8 @@ import minidl as m
 from minidl import models
 from minidl.cuda.capture import Lending, Recording, Replaying
 from minidl.cuda.launch import dry_run
-from minidl.memory.arena import ALIGN, Lender, most_live, place
+from minidl.memory.arena import Lender, most_live, place
+from minidl.memory.placement import ALIGN
 from minidl.step import EagerStep
 
 

@@ -13,10 +13,6 @@ from minidl.profile import plots
 from minidl.profile.tables import markdown
 from pages.files import NOTHING, Row, load, machine_of, machines, table
 
-__all__ = [
-    "each_site", "fused_convolutions", "fused_pairs", "fused_sites", "fused_steps", "fusion_maps", "bound",
-]  # fmt: skip
-
 _CHOSEN, _RIVALS = ("auto", "adaptive"), ("none", "bnff-everywhere")
 _ARMS = [*PLANS, "bnff-everywhere", *_CHOSEN]
 _SHOWN = 12  # rows of a table that shows the worst only

@@ -17,8 +17,6 @@ from minidl.profile.tables import markdown
 from minidl.profile.views import networks, view
 from pages.files import NOTHING, results_of
 
-__all__ = ["campaigns", "measured", "of_networks", "overview", "page", "pictures", "sample"]
-
 NETWORKS = {"resnet50": "ResNet-50", "vgg16": "VGG-16", "unet": "U-Net", "densenet121": "DenseNet-121"}
 PAGE = "docs/layers/{}.md"
 _PAUSE = timedelta(hours=3)  # between two campaigns of measuring

@@ -6,8 +6,6 @@ import statistics
 
 from pages.files import NOTHING, Row, load, table
 
-__all__ = ["limited_steps", "pinning", "predicted_steps"]
-
 
 def _pinning_rows() -> dict[tuple[str, float | None], dict[str, Row]]:
     found: dict[tuple[str, float | None], dict[str, Row]] = {}

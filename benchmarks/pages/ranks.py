@@ -8,8 +8,6 @@ from typing import Any
 
 from pages.files import NOTHING, Row, load, machine_of, machines, table
 
-__all__ = ["all_reduces", "scaling", "shared_layers", "sums_of_gpus", "ways"]
-
 File = dict[str, Any]
 
 _DDP = {  # and its efficiency

@@ -6,9 +6,6 @@ import statistics
 
 from pages.files import Row, load, machine_of, machines, table
 
-__all__ = ["compressed", "pruned", "shrunk", "sparse"]
-
-
 FEW = 64  # samples: products that read the matrix and little else
 _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight": "dY Xᵀ at A"}
 

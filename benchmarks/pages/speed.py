@@ -7,8 +7,6 @@ from collections.abc import Iterator
 
 from pages.files import RESULTS, Row, everywhere, load, machine_of, machines, results_of, table
 
-__all__ = ["TABLES", "commands", "headline", "results"]
-
 _USUAL = {"GPU": ("compiled, auto", "links"), "CPU": ("eager",)}  # how training runs unless told otherwise
 _PEERS = {
     "torch-eager": "PyTorch",

@@ -6,8 +6,6 @@ import statistics
 
 from pages.files import load, table
 
-__all__ = ["choices"]
-
 _WORST = 12  # rows of the second table
 
 

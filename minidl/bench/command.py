@@ -27,8 +27,6 @@ from minidl.profile.tables import show
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
 
-__all__ = ["VERBS", "add_arguments", "parser_of", "run"]
-
 _NORMS = ("BatchNorm2d", "GroupNorm", "LayerNorm")
 _UNACCOUNTED = 3  # exit status of --strict
 

@@ -20,8 +20,6 @@ from minidl.model import Model
 from minidl.precision import precision
 from minidl.profile.tables import show
 
-__all__ = ["Difference", "add_arguments", "compare", "run"]
-
 # What the worse of the two precisions may be off, relative to the largest value of a tensor: some roundings of storage,
 # and of products in TF32.
 TOLERANCES = {"fp32": 1e-4, "tf32": 4e-3, "bf16": 2e-2, "fp16": 3e-3}

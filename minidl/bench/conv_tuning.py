@@ -33,21 +33,6 @@ from minidl.memory import record as walk
 from minidl.precision import float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = [
-    "Contest",
-    "DeviceContest",
-    "Row",
-    "answer",
-    "case",
-    "describe",
-    "of_layer",
-    "of_network",
-    "race",
-    "spelt",
-    "tune",
-    "variants",
-]
-
 WARM = Budget(samples=2, seconds=math.inf, sample_ms=8.0)  # busy for so long, the chip runs at the clock it can keep
 QUICK = Budget(samples=3, seconds=math.inf, sample_ms=0.6)
 CAREFUL = Budget(samples=2, seconds=math.inf, sample_ms=1.0)

@@ -24,8 +24,6 @@ from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 
-__all__ = ["add_arguments", "clock_offsets", "run", "sums_are_right", "unreachable"]
-
 _ROUNDS = 15  # of comparing clocks
 _SECONDS = 3.0  # to answer at a port
 _SKEW_MS = 100.0  # beyond it the lines of two hosts cannot be put in order

@@ -15,8 +15,6 @@ from minidl.profile.cost import PassCost, gradient_sum
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timer, input_sets
 
-__all__ = ["PASSES", "Case", "Passes", "cases"]
-
 PASSES = ("forward", "backward_data", "backward_weight")
 _MOST_SETS = 64
 Call = Callable[[], Any]

@@ -13,8 +13,6 @@ from minidl.graph import Graph, Node
 from minidl.layers import Concat, MaxPool2d
 from minidl.profile.spans import GraphProfiler
 
-__all__ = ["Launches", "absorbed", "launches"]
-
 Key = tuple[str, str]
 
 

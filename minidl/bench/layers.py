@@ -18,8 +18,6 @@ from minidl.profile.energy import Energy
 from minidl.profile.results import Row
 from minidl.profile.timing import Budget, Timer, Timing, timer
 
-__all__ = ["ISOLATED", "SAMPLES", "Options", "budget_on", "empty_row", "kernel_rows", "measure"]
-
 ISOLATED = ("replayed", "cold", "hot")
 SAMPLES = 25
 _LEAST_MEMORY = 1 << 30

@@ -14,8 +14,6 @@ from minidl.profile.energy import Energy
 from minidl.profile.steps import StepProfiler, StepTimes, mark_cost
 from minidl.profile.timing import Timing
 
-__all__ = ["Kind", "Message", "NetworkTimes", "in_turns", "joined", "measure"]
-
 WARM_UP = 3
 FEWEST, MOST = 6, 20  # steps of one kind
 

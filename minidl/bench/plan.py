@@ -26,8 +26,6 @@ from minidl.precision import precision
 from minidl.profile.results import load
 from minidl.profile.tables import show
 
-__all__ = ["add_arguments", "run"]
-
 _GROUPED = 24  # layers beyond which the table shows groups of them
 
 

@@ -9,8 +9,6 @@ import numpy as np
 from minidl import checks
 from minidl.memory import Plan, Problem, check
 
-__all__ = ["draw"]
-
 _GIB = 1 << 30
 
 

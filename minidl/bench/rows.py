@@ -14,13 +14,11 @@ from minidl.loss import SoftmaxCrossEntropy
 from minidl.messages import factors
 from minidl.model import Model
 from minidl.optim import SGD
-from minidl.params import Message
 from minidl.profile import roofline
 from minidl.profile.cost import PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Timing
-
-__all__ = ["Table", "network_rows"]
+from minidl.segments import Message
 
 _KINDS = {"step": "eager", "graph_step": "captured"}
 

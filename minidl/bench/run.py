@@ -22,8 +22,6 @@ from minidl.profile.all_reduce import timed
 from minidl.profile.energy import Energy, Meter, clock_warnings
 from minidl.profile.results import Row, result
 
-__all__ = ["CONVENTIONS", "bench_layer", "bench_network", "merged", "new_step", "step_record"]
-
 CONVENTIONS = (
     "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
     "must move. ms: median; replayed from a CUDA graph with operands out of cache on a GPU, cold on the CPU; of the "

@@ -14,8 +14,6 @@ from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
 from minidl.layer import Layer
 
-__all__ = ["PRECISIONS", "Setup", "add_images", "device_of", "join", "layer_case", "parse_layer", "parse_shape"]
-
 PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 

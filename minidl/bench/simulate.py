@@ -18,8 +18,6 @@ from minidl.profile.runs import NotInFile, Run, runs
 from minidl.profile.scaling import Interference, Outcome, StepTimes
 from minidl.profile.tables import show
 
-__all__ = ["Measured", "add_arguments", "measurements", "node_counts", "run"]
-
 _BREAKS = 0.9  # efficiency below which more hosts are said to be lost
 _SHOWN_MESSAGES = 8
 _MIB = 1 << 20

@@ -21,8 +21,6 @@ from minidl.profile.steps import Marked, StepProfiler
 from minidl.step import EagerStep
 from minidl.store import TensorStore
 
-__all__ = ["Replay", "SavedBytes", "TrainingStep"]
-
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 
 

@@ -37,8 +37,6 @@ from typing import Any
 from minidl import checks
 from minidl.profile import results
 
-__all__ = ["Point", "add_arguments", "program", "read", "run"]
-
 VERBS = ("layers", "model")
 _OWN = ("json", "csv", "trace")  # files that the sweep writes, or that points would overwrite for each other
 _IN_KEY = ("model", "layer", "input", "batch", "image_size", "precision", "ranks")  # case, dtype and ranks tell these

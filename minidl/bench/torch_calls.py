@@ -27,19 +27,6 @@ from minidl.precision import Precision
 from minidl.precision import precision as parse_precision
 from minidl.profile.timing import Budget, HostTimer, Timing
 
-__all__ = [
-    "JOINT",
-    "Operands",
-    "arithmetic",
-    "captured",
-    "layer_calls",
-    "mapped",
-    "peer_ms",
-    "separate",
-    "tensors",
-    "time_calls",
-]
-
 JOINT = (
     "PyTorch computes all gradients of a normalisation in one call: its time stands at backward_data, "
     "and backward_weight has none"

@@ -22,8 +22,6 @@ from minidl.profile.cost import Cost, PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Budget, Timing, input_sets
 
-__all__ = ["bench_module"]
-
 _MOST_SETS = 64
 
 

@@ -25,8 +25,6 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.precision import Precision
 
-__all__ = ["TorchGraph", "cast", "from_nhwc", "layer_of", "load_state", "storage", "twin"]
-
 _DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NORMS = nn.modules.batchnorm._BatchNorm
 

@@ -19,8 +19,6 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.profile.steps import StepProfiler, StepTimes
 from minidl.train import Trainer
 
-__all__ = ["TrainingProfile"]
-
 _FEWEST = 2
 _MOST = 200  # watched steps that are kept; of a longer run, every second of them goes, and half as many are watched
 _UNREAD = 4  # watched steps whose events wait to be read; by then all but the last have long passed

@@ -28,8 +28,6 @@ from minidl.profile.results import write
 from minidl.profile.scaling import tuned_interference
 from minidl.profile.tables import show
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl tune``."""

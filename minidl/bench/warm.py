@@ -17,8 +17,6 @@ from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
 
-__all__ = ["Built", "add_arguments", "compile_ahead", "kernels_of", "run", "this_gpu"]
-
 Variant = tuple[str, tuple[tuple[str, int | str], ...]]
 
 

@@ -7,8 +7,6 @@ from minidl.cpu import _activation
 from minidl.cpu.array import Array, empty, flat_float32, stored
 from minidl.precision import float32
 
-__all__ = ["KEEP_OUTPUT", "activate", "activate_backward", "relu", "relu_backward"]
-
 KEEP_OUTPUT = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh")  # whose gradient is a function of the output
 
 

@@ -8,19 +8,6 @@ from minidl.cpu import _adaptive
 from minidl.cpu.array import Array, copy_into
 from minidl.precision import float32
 
-__all__ = [
-    "adam_advance",
-    "adamw_update",
-    "blend",
-    "clip_norm",
-    "clip_values",
-    "gradient_square",
-    "lamb_moments",
-    "lamb_update",
-    "lars_update",
-    "segment_norms",
-]
-
 _LOSS_SCALE, _NONFINITE = 2, 3  # of control
 _BETA1, _BETA2, _EPS, _STEP, _CORRECTION1, _CORRECTION2, _TRUST = range(7)  # of record
 _CHUNK = 64  # elements of an arena that share a segment

@@ -11,24 +11,6 @@ from minidl import shapes
 from minidl.cpu._array import Block
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = [
-    "Array",
-    "assign",
-    "cast",
-    "contiguous",
-    "copy_into",
-    "empty",
-    "flat_float32",
-    "from_host",
-    "rows",
-    "rows_float32",
-    "stored",
-    "synchronize",
-    "to_host",
-    "write_gradient",
-    "zeros",
-]
-
 Array = np.ndarray
 
 _STORAGE = (float32, bfloat16, float16)

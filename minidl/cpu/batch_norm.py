@@ -16,24 +16,6 @@ from minidl.cpu.activation import KEEP_OUTPUT, activate, activate_backward, relu
 from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 
-__all__ = [
-    "batch_norm_activate",
-    "batch_norm_activate_backward_apply",
-    "batch_norm_activate_backward_stats",
-    "batch_norm_apply",
-    "batch_norm_backward_apply",
-    "batch_norm_backward_apply_stats",
-    "batch_norm_backward_stats",
-    "batch_norm_backward_sums",
-    "batch_norm_concat",
-    "batch_norm_eval_moments",
-    "batch_norm_finalize",
-    "batch_norm_join",
-    "batch_norm_join_backward_stats",
-    "batch_norm_merge",
-    "batch_norm_stats",
-]
-
 
 def batch_norm_stats(x: Array, *, finish: bool = True) -> Array:
     """Statistics of ``x`` (..., C) over all but the last axis; ``finish`` is for GPUs, where merging takes a kernel.

@@ -16,8 +16,6 @@ import numpy as np
 from minidl import shapes
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["LANES", "OutputClass", "Plan", "Tasks", "apply_tasks", "make_plan", "reduce_tasks", "threads_for"]
-
 LANES = 16  # channels of a source block, as in the kernels
 _TASK_PIXELS = 512  # outputs of a task: many enough to reuse a block of filters, few enough to stay in the L2 cache
 _TASK_FLOATS = 1 << 17  # packed source of a task when groups allow to choose: half of a usual L2 cache

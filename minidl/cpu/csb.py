@@ -16,8 +16,6 @@ from minidl.cpu.array import Array, cast, empty, flat_float32, rows_float32, sto
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
-
 _PACKED_FLOATS = 1 << 18  # of the dense operand at a time and for each thread: what a second-level cache holds
 _REUSE = 16  # uses of an element of the dense operand up to which packing it first does not pay
 _REUSE_NEAR, _NEAR_FLOATS = 4, 1 << 13  # the same where a packed tile fits a first-level cache

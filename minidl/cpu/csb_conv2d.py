@@ -16,8 +16,6 @@ from minidl.cpu.csb import packed_room, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, conv_output_size, round_up, tap_axes
 
-__all__ = ["csb_conv2d", "csb_conv2d_backward_data", "csb_conv2d_backward_weight"]
-
 Axes = tuple[tuple[int, ...], ...]
 
 

@@ -14,8 +14,6 @@ from minidl.cpu import _dropout
 from minidl.cpu.array import Array, empty, flat_float32, stored
 from minidl.precision import float32
 
-__all__ = ["dropout"]
-
 
 def dropout(x: Array, p: float, key: Array, stream: int, *, whole: bool = False) -> Array:
     """Zero each element of ``x`` (N, ...) with probability ``p`` and scale the others by ``1 / (1 - p)``.

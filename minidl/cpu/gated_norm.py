@@ -9,14 +9,6 @@ from minidl.cpu.array import Array, rows_float32, stored, write_gradient
 from minidl.cpu.batch_norm import _masked, _normalized, batch_norm_backward_apply
 from minidl.precision import float32
 
-__all__ = [
-    "batch_norm_gate",
-    "batch_norm_gate_backward_apply",
-    "batch_norm_gate_backward_stats",
-    "batch_norm_gate_gradient",
-    "batch_norm_means",
-]
-
 
 def batch_norm_means(
     x: Array, moments: Array, gamma: Array | None, beta: Array | None, function: str, slope: float = 0.0

@@ -9,15 +9,6 @@ from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "group_norm_apply",
-    "group_norm_backward_apply",
-    "group_norm_backward_stats",
-    "group_norm_stats",
-    "sample_sums",
-    "samples",
-]
-
 _CHUNK = 256  # rows that are added at once; products in float32, then merged in float64
 
 

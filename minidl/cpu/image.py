@@ -7,8 +7,6 @@ import numpy as np
 from minidl.cpu.array import Array, empty
 from minidl.precision import float32
 
-__all__ = ["normalise"]
-
 
 def normalise(images: Array, scale: Array, shift: Array, dtype) -> Array:
     """``images * scale + shift`` in float32, rounded to ``dtype``; a dense array.

@@ -11,8 +11,6 @@ from minidl.cpu.array import Array, empty, flat_float32, rows, rows_float32, sto
 from minidl.cpu.group_norm import sample_sums, samples
 from minidl.precision import float32
 
-__all__ = ["add", "concat", "gate_backward", "gate_gradient", "mul"]
-
 
 def add(a: Array, b: Array) -> Array:
     """``a + b``, both of one shape and dtype, added in float32 and rounded once."""

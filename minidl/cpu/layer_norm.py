@@ -9,8 +9,6 @@ from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["layer_norm", "layer_norm_backward_data", "layer_norm_backward_weight"]
-
 _CHUNK = 256  # rows whose products are added in float32 before they are merged in float64
 
 

@@ -8,15 +8,6 @@ from minidl.cpu import _loss
 from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored, zeros
 from minidl.precision import float32
 
-__all__ = [
-    "count_labels",
-    "smoothed_cross_entropy",
-    "smoothed_cross_entropy_backward",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-    "sorted_out",
-]
-
 
 def count_labels(labels: Array, num_classes: int, *, ignore_index: int) -> Array:
     """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.

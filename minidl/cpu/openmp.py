@@ -12,8 +12,6 @@ from __future__ import annotations
 import importlib
 import os
 
-__all__ = ["SPIN_COUNT"]
-
 SPIN_COUNT = 5000
 _CHOICES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 

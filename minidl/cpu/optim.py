@@ -12,8 +12,6 @@ from minidl.cpu import _optim
 from minidl.cpu.array import Array, copy_into
 from minidl.precision import float32
 
-__all__ = ["find_nonfinite", "sgd_begin", "sgd_update", "update_loss_scale"]
-
 _LOSS_SCALE, _NONFINITE, _GOOD_STEPS, _SKIPPED_STEPS, _GROWTH_INTERVAL = 2, 3, 4, 5, 6
 _CHUNK = 64  # elements of an arena that share a segment
 _LARGEST_SCALE = 2.0**24

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from minidl.cpu.array import Array, copy_into, empty
 
-__all__ = ["pad2d"]
-
 
 def pad2d(x: Array, padding: tuple[int, int, int, int], value: float = 0.0) -> Array:
     """``x`` (N, H, W, C) with ``padding`` = (left, right, top, bottom) pixels of ``value`` added; negative ones crop.

@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.cpu.array import Array, empty, flat_float32, stored
 from minidl.precision import float32
 
-__all__ = ["pointwise_loss", "pointwise_loss_backward"]
-
 _CHUNK = 1 << 16  # elements that are computed at a time, so that what is in between stays in the cache
 
 

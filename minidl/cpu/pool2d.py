@@ -17,20 +17,6 @@ from minidl.cpu.batch_norm import (
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
-__all__ = [
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool2d_backward",
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "batch_norm_max_pool2d",
-    "batch_norm_max_pool2d_backward",
-    "batch_norm_max_tiles",
-    "batch_norm_max_tiles_backward_apply",
-    "batch_norm_max_tiles_backward_stats",
-    "max_pool2d",
-    "max_pool2d_backward",
-]
-
 
 def max_pool2d(
     x: Array, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool

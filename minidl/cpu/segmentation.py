@@ -8,8 +8,6 @@ from minidl.cpu.array import Array, empty, rows_float32, stored
 from minidl.cpu.loss import sorted_out
 from minidl.precision import float32
 
-__all__ = ["confusion_counts", "dice_backward", "dice_sums"]
-
 
 def dice_sums(p: Array, labels: Array, *, ignore_index: int) -> Array:
     """Sums over this rank's pixels, to be added over ranks: (3K + 1,) float64.

@@ -7,8 +7,6 @@ import numpy as np
 from minidl.cpu.array import Array, empty, rows_float32, stored
 from minidl.precision import float32
 
-__all__ = ["soft_cross_entropy", "soft_cross_entropy_backward"]
-
 
 def _shares(targets: Array, weights: Array | None, smoothing: float) -> Array:
     """(rows, K) float32: the targets as the loss sees them, smoothed and weighted."""

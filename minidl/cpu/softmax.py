@@ -6,8 +6,6 @@ from minidl.cpu import _norm
 from minidl.cpu.array import Array, empty, rows_float32, stored
 from minidl.precision import float32
 
-__all__ = ["softmax", "softmax_backward"]
-
 
 def softmax(x: Array) -> Array:
     """``exp(x) / sum of exp(x)`` along the last axis of ``x`` (..., C)."""

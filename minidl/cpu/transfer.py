@@ -7,8 +7,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["from_dlpack", "uploader"]
-
 
 def from_dlpack(array: Any) -> np.ndarray:
     """The memory of an array of another library as a NumPy array, without a copy.

@@ -9,8 +9,6 @@ from minidl.cpu.array import Array, empty, rows_float32, stored
 from minidl.precision import float32
 from minidl.shapes import Pair, resize_axis
 
-__all__ = ["upsample2d", "upsample2d_backward"]
-
 
 def upsample2d(x: Array, size: Pair, mode: str, align_corners: bool = False) -> Array:
     """``x`` (N, H, W, C) resized to ``size`` (height, width).

@@ -12,8 +12,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.norm.signs import are_signs, mask_by_signs
 from minidl.cuda.rows import dtype_code, walk
 
-__all__ = ["activate", "activate_backward", "relu", "relu_backward", "struct_of"]
-
 _NAMES = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
 _FUNCTIONS = {name: f"{name}_" if name == "tanh" else name for name in _NAMES}  # C++ has a tanh already
 

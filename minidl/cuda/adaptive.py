@@ -13,19 +13,6 @@ from minidl.cuda.totals import column_totals
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "adam_advance",
-    "adamw_update",
-    "blend",
-    "clip_norm",
-    "clip_values",
-    "gradient_square",
-    "lamb_moments",
-    "lamb_update",
-    "lars_update",
-    "segment_norms",
-]
-
 BLOCK, EACH, RUN = 256, 4, 16
 
 

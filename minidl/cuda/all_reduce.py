@@ -19,22 +19,6 @@ from minidl.cuda.rows import address
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "MAILBOX_BYTES",
-    "SLOT_DATA_BYTES",
-    "STATE_BYTES",
-    "SUMMED",
-    "Channel",
-    "addresses",
-    "channel_bytes",
-    "compiled",
-    "flagged",
-    "gather",
-    "one_shot",
-    "shares",
-    "two_shot",
-]
-
 THREADS = 512
 BLOCKS = 64  # of a grid at most: each has a flag of its own
 WORD, VECTOR = 8, 16  # bytes that travel with one flag, and that one access moves

@@ -13,19 +13,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, address, dense, in_rows, walk
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = [
-    "array_type",
-    "assign",
-    "cast",
-    "contiguous",
-    "copy_into",
-    "empty",
-    "from_host",
-    "synchronize",
-    "to_host",
-    "zeros",
-]
-
 _WORDS = 4  # that `assign` takes
 
 _TYPE_NAMES = {float32: "float", bfloat16: "bf16", float16: "f16", np.dtype(np.uint8): "u8"}

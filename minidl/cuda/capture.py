@@ -15,20 +15,6 @@ from typing import Any, Protocol
 
 from minidl.cuda.device import import_cupy
 
-__all__ = [
-    "Lending",
-    "Recording",
-    "Replaying",
-    "Room",
-    "allocating",
-    "capture",
-    "lent",
-    "pooled",
-    "release",
-    "steady",
-    "used_bytes",
-]
-
 
 class Allocator(Protocol):
     """What CuPy's function allocator calls; sizes are positive."""

@@ -11,8 +11,6 @@ from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.shapes import round_up
 
-__all__ = ["fma_flop", "fma_output", "fused_multiply_adds", "l2_copy", "l2_copy_bytes"]
-
 CHAINS, UNROLL, BATCH = 8, 32, 4  # of ceiling.cu
 FMA_BLOCK, FMA_BLOCKS = 256, 8  # threads of a block, blocks of a multiprocessor: all the threads it holds
 COPY_BLOCK, COPY_BLOCKS = 512, 2

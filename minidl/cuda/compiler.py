@@ -14,8 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-__all__ = ["Library", "Process"]
-
 
 class Library:
     """The few functions of libnvrtc that are needed, each raising on an error code."""

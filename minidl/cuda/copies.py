@@ -15,8 +15,6 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.device import import_cupy
 
-__all__ = ["CopyEngine"]
-
 _TO_HOST, _TO_DEVICE = 2, 1  # cudaMemcpyKind
 
 

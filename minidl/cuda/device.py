@@ -19,19 +19,6 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = [
-    "BUILT_IN",
-    "DRY_RUN",
-    "DeviceRecord",
-    "DryRun",
-    "Launch",
-    "Watcher",
-    "active_dry_run",
-    "current_device",
-    "driver",
-    "import_cupy",
-]
-
 KIB, MIB = 1024, 1024 * 1024
 
 

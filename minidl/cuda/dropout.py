@@ -13,8 +13,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import dtype_code, rows, vector_width
 from minidl.shapes import ceil_div
 
-__all__ = ["dropout"]
-
 SPANS = 3  # per thread
 
 

@@ -10,8 +10,6 @@ import numpy as np
 from minidl.cuda.device import current_device
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "int32", "int64", "ints", "row_grid", "strip_length"]
-
 BLOCK = 256  # threads per block, at most
 THREADS_PER_MULTIPROCESSOR = 2048
 INT_MAX = 2**31 - 1

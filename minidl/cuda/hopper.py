@@ -15,8 +15,6 @@ from minidl.cuda.device import driver
 from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
-__all__ = ["BYTES", "TF32", "TensorMaps", "View", "Views"]
-
 MAP_BYTES = 128
 _ALIGNMENT = 64  # of what the driver writes
 TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory

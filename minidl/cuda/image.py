@@ -13,8 +13,6 @@ from minidl.cuda.rows import ACCESS, address, dtype_code
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["normalise"]
-
 BLOCK, STEPS = 256, 4  # threads, at most; vectors of a thread
 WARP = 32
 _SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}

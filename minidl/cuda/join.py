@@ -13,8 +13,6 @@ from minidl.cuda.norm.group_norm import PRODUCT, sample_sums
 from minidl.cuda.rows import dtype_code, rows, walk, walk_channels
 from minidl.precision import float32
 
-__all__ = ["add", "concat", "gate_backward", "gate_gradient", "mul"]
-
 
 def add(a: Any, b: Any) -> Any:
     """``a + b``, both of one shape and dtype, added in float32 and rounded once."""

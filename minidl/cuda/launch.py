@@ -30,8 +30,6 @@ from minidl.cuda.device import (
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.machine_code import waiting
 
-__all__ = ["Observer", "dry_run", "launch", "observed", "overlapping"]
-
 DEBUG = os.environ.get("MINIDL_DEBUG", "0") not in ("", "0")
 
 _NO_DEFINES: dict[str, int | str] = {}

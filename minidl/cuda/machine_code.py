@@ -11,8 +11,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-__all__ = ["EXIT", "WAIT", "kernels", "waiting"]
-
 _ELF, _TEXT = b"\x7fELF", b".text."
 WAIT = 0x82E  # ACQBULK, what the assembler makes of griddepcontrol.wait for sm_90
 EXIT = 0x94D

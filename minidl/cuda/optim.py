@@ -12,17 +12,6 @@ from minidl.cuda.rows import DTYPE, address, dense
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "CHUNK",
-    "check_arena",
-    "check_update",
-    "find_nonfinite",
-    "rounding",
-    "sgd_begin",
-    "sgd_update",
-    "update_loss_scale",
-]
-
 BLOCK = 256
 CHUNK = 64  # elements that share a segment
 # Elements, as unrolled in optim.cu.

@@ -13,8 +13,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import dtype_code, rows, vector_width
 from minidl.shapes import ceil_div
 
-__all__ = ["pad2d"]
-
 STRIP = 4  # rows per thread, as in pad2d.cu
 
 

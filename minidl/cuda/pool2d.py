@@ -17,17 +17,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dense, dtype_code, rows, vector_width
 from minidl.shapes import Pair, ceil_div, pair, pool_output_size
 
-__all__ = [
-    "adaptive_avg_pool2d",
-    "adaptive_avg_pool2d_backward",
-    "avg_pool2d",
-    "avg_pool2d_backward",
-    "batch_norm_max_pool2d",
-    "batch_norm_max_pool2d_backward",
-    "max_pool2d",
-    "max_pool2d_backward",
-]
-
 ACCUMULATORS = 32  # float registers that a gathering thread may spend on its pixels
 FULL_DEVICE = 2**17  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
 PIXELS_PER_THREAD = 4

@@ -6,8 +6,6 @@ import numpy as np
 
 from minidl.cuda.launch import launch
 
-__all__ = ["spin"]
-
 
 def spin(seconds: float) -> None:
     """Keep the current stream busy for so long, by the device's clock."""

@@ -10,8 +10,6 @@ from minidl.cuda.array import empty
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 
-__all__ = ["column_totals"]
-
 
 def column_totals(partial: Any) -> Any:
     """(columns,) float64: the sums over the rows of ``partial`` (rows, columns) float64."""

@@ -9,8 +9,6 @@ import numpy as np
 from minidl.cuda.array import empty
 from minidl.cuda.device import import_cupy
 
-__all__ = ["Uploader", "from_dlpack", "uploader"]
-
 
 def from_dlpack(array: Any) -> Any:
     """The memory of a CUDA array of another library as a CuPy array, without a copy.

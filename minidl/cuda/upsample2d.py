@@ -12,8 +12,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import Pair, ceil_div, resize_axis
 
-__all__ = ["upsample2d", "upsample2d_backward"]
-
 FIXED = 8  # largest divisor that is compiled in: resizing by whole numbers up to 4, and by simple fractions
 MOST_HELD = 8  # outputs along a row that read one input, up to which all of them are on their way at once
 AHEAD = 3  # and those of so many rows

@@ -22,8 +22,6 @@ import numpy as np
 from minidl import checks
 from minidl.data.counter import below
 
-__all__ = ["Augmentation", "ColorJitter", "Compose", "Draw", "RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop"]
-
 Draw = Callable[[int], np.ndarray]
 Augmentation = Callable[[np.ndarray, np.ndarray, Draw], tuple[np.ndarray, np.ndarray]]
 

@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip
 from minidl.data.dataset import ArrayDataset, register
 
-__all__ = ["cifar10"]
-
 _RECORDS = 10_000  # images in one file
 _HEIGHT, _WIDTH, _CHANNELS = 32, 32, 3
 _RECORD_BYTES = 1 + _CHANNELS * _HEIGHT * _WIDTH  # the label, then the red, the green and the blue plane

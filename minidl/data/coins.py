@@ -11,8 +11,6 @@ from minidl import checks
 from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip
 from minidl.data.dataset import ArrayDataset, refuse_path, register
 
-__all__ = ["coins"]
-
 _BORDER = 240  # training windows lie left of this column, test windows right of it
 _STEP = 12  # pixels from one training window to the next
 _DARK, _BRIGHT = 30, 150  # surely the ground, surely a coin

@@ -17,8 +17,6 @@ from minidl.data.folder import Box, ImageFolder
 from minidl.data.loader import Loader
 from minidl.shapes import ceil_div
 
-__all__ = ["DaliLoader"]
-
 _WHO = "DaliLoader"
 
 

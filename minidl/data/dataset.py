@@ -11,8 +11,6 @@ import numpy as np
 from minidl import checks
 from minidl.data.augment import Augmentation
 
-__all__ = ["ArrayDataset", "Dataset", "dataset", "datasets", "register"]
-
 
 @runtime_checkable
 class Dataset(Protocol):

@@ -12,8 +12,6 @@ from minidl.data.augment import RandomCrop
 from minidl.data.counter import shuffled
 from minidl.data.dataset import ArrayDataset, refuse_path, register
 
-__all__ = ["digits"]
-
 _TEST_SHARE = 5  # every fifth image of each class
 _SPLIT_SEED = 1797
 _MEAN, _STD = (0.3052,), (0.3759,)  # of the training images

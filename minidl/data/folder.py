@@ -14,8 +14,6 @@ from minidl import checks
 from minidl.data.augment import Augmentation, Compose, RandomHorizontalFlip, RandomResizedCrop
 from minidl.data.dataset import register
 
-__all__ = ["Box", "ImageFolder", "image_folder"]
-
 Box = Callable[[int, int], tuple[float, float, float, float]]  # (width, height) -> left, top, right, bottom
 
 _SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")

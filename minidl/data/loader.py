@@ -17,8 +17,6 @@ from minidl.data.dataset import Dataset
 from minidl.data.mixup import MixUp
 from minidl.precision import bfloat16, float16, float32
 
-__all__ = ["Batch", "Loader", "shard"]
-
 _AUGMENT_STREAM = 0xDA7A1000
 _WHO = "Loader"
 

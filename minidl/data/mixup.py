@@ -9,8 +9,6 @@ import numpy as np
 from minidl import checks
 from minidl.data.counter import random_words
 
-__all__ = ["MixUp"]
-
 _STREAM = 0xDA7A2000
 _TRIES = 32  # pairs of numbers drawn, at most, until one fits; with alpha = 1 every second does
 

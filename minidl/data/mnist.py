@@ -11,8 +11,6 @@ import numpy as np
 from minidl import checks
 from minidl.data.dataset import ArrayDataset, register
 
-__all__ = ["mnist"]
-
 _FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
     "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),

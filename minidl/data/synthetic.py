@@ -11,8 +11,6 @@ from minidl.data import _pixels
 from minidl.data.counter import below, random_words
 from minidl.data.dataset import refuse_path, register
 
-__all__ = ["Synthetic", "synthetic"]
-
 _COLOUR, _WAVE = 64, 32  # bytes: below 64, two waves below 32 each, noise below 128; at most 251
 _CLASS_STREAM, _SHAPE_STREAM = 0xDA7A0100, 0xDA7A0101
 _TEST_OFFSET = 1 << 40  # test samples draw other noise than any training sample

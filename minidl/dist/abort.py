@@ -23,24 +23,6 @@ from typing import Any, NoReturn, TextIO
 
 from minidl.dist.agree import rank_list
 
-__all__ = [
-    "Departure",
-    "abort",
-    "before_abort",
-    "context",
-    "departure",
-    "describe",
-    "end_hard",
-    "end_now",
-    "exit_code",
-    "hold",
-    "install",
-    "known_as",
-    "parted",
-    "say",
-    "tell",
-]
-
 ALIKE_SECONDS = 0.5  # for other ranks to fail of the same
 HEARD_SECONDS = 0.2  # for the launcher to pass on the message: MPICH's, told to kill all, may leave it unread
 ENGINE_SECONDS = 2.0  # for engines to let go of the GPU

@@ -17,8 +17,6 @@ import numpy as np
 from minidl import backend
 from minidl.dist.communicator import Communicator
 
-__all__ = ["by_value", "rank_list", "require_same", "require_same_arrays", "together"]
-
 _LONG = 100  # letters
 
 

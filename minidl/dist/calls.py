@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["Call", "CallLog", "Passed", "Position", "Waiting", "describe", "dtype_name"]
-
 RECENT = 32
 CHAINED = 8192  # checksums kept: a rank may be half as many calls ahead of another and still be compared with it
 _KINDS = (

@@ -14,23 +14,6 @@ import numpy as np
 
 from minidl import checks
 
-__all__ = [
-    "SOLO",
-    "Communicator",
-    "SoloCommunicator",
-    "Span",
-    "Work",
-    "by_kernels",
-    "capturable",
-    "check_array",
-    "check_cuts",
-    "check_exchange",
-    "check_root",
-    "follow",
-    "place",
-    "unseen",
-]
-
 Span = Callable[[Any], AbstractContextManager]
 
 _NOTHING = nullcontext()

@@ -17,8 +17,6 @@ from minidl.dist.agree import together
 from minidl.dist.mpi import MPICommunicator
 from minidl.dist.staged import StagedCommunicator
 
-__all__ = ["InPlace", "on_device", "require_cuda"]
-
 _QUERY = "MPIX_Query_cuda_support"
 _TRIED = 1000
 

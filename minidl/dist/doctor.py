@@ -19,8 +19,6 @@ from minidl.dist import mpiexec
 from minidl.dist.nccl import load_nccl
 from minidl.dist.threads import available_cores
 
-__all__ = ["Fact", "facts"]
-
 
 @dataclass(frozen=True)
 class Fact:

@@ -19,8 +19,6 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["RankLost", "is_loss", "require"]
-
 _TOLERANT = "OMPI_MCA_mpi_ft_enable"  # set by mpiexec --with-ft ulfm
 _LOSSES = "ERR_PROC_FAILED", "ERR_PROC_FAILED_PENDING", "ERR_REVOKED"
 

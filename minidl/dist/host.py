@@ -20,8 +20,6 @@ from minidl.dist.calls import Call, dtype_name
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_root, unseen
 from minidl.dist.roll_call import RollCall
 
-__all__ = ["HostCommunicator", "Lane", "different_calls"]
-
 _INLINE, _MESSAGES = "inline", "messages"
 
 

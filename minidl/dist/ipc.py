@@ -21,8 +21,6 @@ from minidl.cuda import all_reduce as kernels
 from minidl.dist.agree import together
 from minidl.dist.mpi import MPICommunicator, Uncounted
 
-__all__ = ["BY_NCCL", "LANES", "ROUTES", "Links", "Routes", "connect"]
-
 LANES = "inline", "messages"
 
 _GRANULE = 2 << 20  # memory is shared in whole pages of the driver, so that nothing else of this process is

@@ -22,8 +22,6 @@ from minidl.dist.host import HostCommunicator, Lane, different_calls
 from minidl.dist.roll_call import RollCall
 from minidl.precision import bfloat16
 
-__all__ = ["SIMULATED_HOSTS", "MPICommunicator", "MPILane", "Uncounted"]
-
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
 _TAGS = 32768  # that every MPI has
 _LOOKS, _PAUSE_SECONDS = 200, 50e-6

@@ -13,8 +13,6 @@ from pathlib import Path
 from minidl import checks
 from minidl.dist.threads import available_cores
 
-__all__ = ["Launcher", "find"]
-
 _FAMILIES = {"open mpi": "Open MPI", "openrte": "Open MPI", "prrte": "Open MPI", "hydra": "MPICH", "intel": "Intel MPI"}
 
 

@@ -30,8 +30,6 @@ from minidl.dist.calls import Call, CallLog
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
 
-__all__ = ["NCCLCommunicator", "bind_device", "load_nccl", "refuse_shared_devices"]
-
 _SUMMABLE = {
     "float32": "NCCL_FLOAT32",
     "bfloat16": "NCCL_BFLOAT16",

@@ -21,8 +21,6 @@ from minidl.dist.agree import rank_list
 from minidl.dist.calls import Call, CallLog, Passed, Position, Waiting, describe
 from minidl.dist.elastic import is_loss
 
-__all__ = ["RollCall"]
-
 PERIOD_SECONDS = 0.1
 GRACE_SECONDS = 1.0  # for all ranks to fail alike (a mistyped option, say) and so to end in good order
 SUSPECT_SECONDS = 2.0  # in one call before the others are asked

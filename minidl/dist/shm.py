@@ -28,8 +28,6 @@ from minidl.dist.host import HostCommunicator, different_calls
 from minidl.dist.mpi import MPICommunicator, MPILane
 from minidl.dist.threads import available_cores, ranks_sharing_cores
 
-__all__ = ["ShmCommunicator"]
-
 CHUNK_BYTES = 1 << 20  # larger ones leave the caches, smaller ones wait more often
 ALL_CHUNKS_BYTES = 4 << 20  # of the ranks of a host together
 DIRECT_BYTES = 32 << 10

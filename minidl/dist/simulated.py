@@ -31,16 +31,6 @@ from minidl.dist.communicator import (
     unseen,
 )
 
-__all__ = [
-    "AlphaBeta",
-    "Clock",
-    "ImaginedCommunicator",
-    "SimulatedCommunicator",
-    "SimulatedMessage",
-    "VirtualClock",
-    "WallClock",
-]
-
 _SPIN_SECONDS = 200e-6  # before the end of a wait: the system's sleep is no more exact than that
 
 

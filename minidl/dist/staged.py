@@ -19,8 +19,6 @@ from minidl.dist.host import HostCommunicator
 if TYPE_CHECKING:
     from minidl.dist.cuda_mpi import InPlace
 
-__all__ = ["DeviceCopies", "StagedCommunicator"]
-
 _ANY_WAY = 4  # cudaMemcpyDefault: the addresses tell
 
 

@@ -9,8 +9,6 @@ from collections.abc import Sequence
 from minidl import checks
 from minidl.dist.communicator import Communicator
 
-__all__ = ["available_cores", "cap_threads", "count_sharing", "ranks_sharing_cores", "sleep_where_cores_are_short"]
-
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 

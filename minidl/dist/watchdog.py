@@ -19,8 +19,6 @@ from minidl import checks
 from minidl.dist.agree import by_value, rank_list
 from minidl.dist.calls import Position, Waiting
 
-__all__ = ["LIMIT_SECONDS", "SAME_CALLS", "STATUS", "VARIABLE", "contradiction", "limit", "missing", "report", "stack"]
-
 LIMIT_SECONDS = 600.0
 VARIABLE = "MINIDL_TIMEOUT"
 SAME_CALLS = "every rank must make the same calls in the same order"

@@ -17,8 +17,6 @@ from minidl.dist.mpi import MPICommunicator
 from minidl.dist.shm import ShmCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_cores_are_short
 
-__all__ = ["init", "launched_size", "shrink", "world"]
-
 _DEVICES = ("auto", "cpu", "cuda")
 _ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say

@@ -21,8 +21,6 @@ from minidl.model import Model
 from minidl.precision import Precision
 from minidl.store import TensorStore
 
-__all__ = ["CHOICES", "fuse", "fuse_by_default", "fuse_graph", "machine_of", "plan_for"]
-
 # What `fuse` takes beside plans and their files.
 CHOICES = (*PLANS, "auto", "adaptive")
 

@@ -12,8 +12,6 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Term", "best", "total"]
-
 
 @dataclass(frozen=True)
 class Term:

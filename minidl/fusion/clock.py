@@ -15,8 +15,6 @@ from minidl.graph import Graph
 from minidl.precision import Precision
 from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = ["BUDGET", "Clock", "DeviceClock"]
-
 BUDGET = Budget(samples=7, seconds=float("inf"), sample_ms=1.0)
 # Of whole networks: samples so long that it shows what power slows them down, so many that they tell one in forty.
 WHOLE = Budget(samples=12, seconds=float("inf"), sample_ms=100.0)

@@ -27,8 +27,6 @@ from minidl.profile import plots
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
 
-__all__ = ["add_arguments", "run"]
-
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl fuse``."""

@@ -31,8 +31,6 @@ from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timing
 
-__all__ = ["COMPOSED", "DEFAULT", "Whole", "can_run_alone", "contestants", "record", "winner"]
-
 COMPOSED, DEFAULT = "composed", "auto"
 WITHIN = 1.05  # of the least predicted time: plans that stay behind by more are not worth a run
 CHANCE = 0.025  # of a plan no faster than the default to take its place

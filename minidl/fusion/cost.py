@@ -20,8 +20,6 @@ from minidl.layer import Layer
 from minidl.layers import Conv2d, ConvTranspose2d
 from minidl.precision import Precision, bfloat16
 
-__all__ = ["Machine", "Predicted", "SiteCost", "heuristic", "predict", "runs_as", "site_cost"]
-
 HOPPER = (9, 0)
 STEM = 4  # channels that a network's first convolution has at most
 # The prologue of a convolution that waits for memory: its costs in passes, and where, from what the batch norms of

@@ -15,8 +15,6 @@ from minidl.layers import BatchNorm2d, Conv2d, ReLU, RowParallelConv2d
 from minidl.model import Model
 from minidl.precision import float32
 
-__all__ = ["fold"]
-
 _FOLDABLE = (Conv2d, RowParallelConv2d)  # which hold all filters of their output
 
 

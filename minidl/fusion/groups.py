@@ -12,8 +12,6 @@ from minidl.fusion.sites import Site, find_sites
 from minidl.graph import Graph
 from minidl.precision import Precision
 
-__all__ = ["Group", "Switches", "Ways", "groups"]
-
 Switches = frozenset[tuple[str, str]]
 Ways = tuple[str, ...]
 

@@ -18,8 +18,6 @@ from minidl.fusion.plans import MODES, Plan
 from minidl.precision import Precision
 from minidl.profile.results import machine_record, write
 
-__all__ = ["keep", "load", "path_of", "setting"]
-
 
 def setting(ops: ModuleType, precision: Precision, batch: int | None) -> dict[str, Any]:
     """What measurements hold for: device, precision and samples of a rank (None: not known)."""

@@ -19,8 +19,6 @@ from minidl.layers import BatchNorm2d, Conv2d, ReLU
 from minidl.precision import Precision
 from minidl.profile.plots.fusion import fastest
 
-__all__ = ["CHANNELS", "KERNELS", "SIZES", "between", "compile_map", "measure_map", "points"]
-
 KERNELS, SIZES, CHANNELS = (1, 3), (7, 14, 28, 56, 112), (64, 128, 256, 512, 1024)
 MOST_BYTES = 1 << 30  # of one tensor
 MOST_FLOP = 1e12  # of one convolution

@@ -27,8 +27,6 @@ from minidl.graph import Graph
 from minidl.precision import Precision
 from minidl.profile.timing import Timing
 
-__all__ = ["PASSES", "Measured", "compile_ahead", "measure"]
-
 PASSES = ("forward", "backward")
 
 

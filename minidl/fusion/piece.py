@@ -42,8 +42,6 @@ from minidl.profile.timing import input_sets
 from minidl.store import tensor_key
 from minidl.value import Value, addend, finished, materialize
 
-__all__ = ["Cut", "Member", "Piece", "cut", "twin"]
-
 # And no kinds of these, which may talk to other ranks.
 _MEASURED = (
     Conv2d, ConvTranspose2d, BatchNorm2d, ReLU, ReLU6, LeakyReLU, Sigmoid, Tanh, SiLU, GELU, Hardswish, Add, MaxPool2d,

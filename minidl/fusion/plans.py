@@ -18,22 +18,6 @@ from minidl import checks
 from minidl.fusion.sites import Site
 from minidl.layer import Layer
 
-__all__ = [
-    "MODES",
-    "PLANS",
-    "Mode",
-    "Plan",
-    "candidates",
-    "choose",
-    "modes_of",
-    "modes_on",
-    "needs",
-    "obstacle",
-    "set_modes",
-    "switches",
-    "way_of",
-]
-
 SCHEMA = 3
 UNFUSED = "none"
 

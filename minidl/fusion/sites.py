@@ -8,8 +8,6 @@ from minidl.graph import Graph, Node
 from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Mul, ReLU
 from minidl.layers.activation import Activation
 
-__all__ = ["Site", "find_sites"]
-
 
 @dataclass(frozen=True)
 class Site:

@@ -22,8 +22,6 @@ from minidl.fusion.sites import find_sites
 from minidl.graph import Graph
 from minidl.precision import Precision
 
-__all__ = ["fastest", "told", "tune"]
-
 
 def tune(
     graph: Graph,

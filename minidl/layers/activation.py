@@ -23,8 +23,6 @@ from minidl.value import (
     materialize,
 )
 
-__all__ = ["Activation", "GELU", "Hardswish", "LeakyReLU", "ReLU", "ReLU6", "SiLU", "Sigmoid", "Softmax", "Tanh"]
-
 
 class ReLU(Layer):
     """``max(x, 0)``, any shape. Keeps its output, which the next layer usually keeps too: one buffer, counted once.

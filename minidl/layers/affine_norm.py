@@ -9,8 +9,6 @@ from minidl import checks
 from minidl.initializers import Initializer, ones, zeros
 from minidl.layer import Layer
 
-__all__ = ["AffineNorm"]
-
 
 class AffineNorm(Layer):
     """``(x − mean) / sqrt(variance + eps)·weight + bias``, however the moments are taken."""

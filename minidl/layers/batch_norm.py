@@ -25,8 +25,6 @@ from minidl.value import (
     materialize,
 )
 
-__all__ = ["BatchNorm2d"]
-
 
 class BatchNorm2d(AffineNorm):
     """Normalises each channel over batch and image (Ioffe and Szegedy 2015), then scales and shifts it.

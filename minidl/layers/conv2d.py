@@ -13,8 +13,6 @@ from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
 from minidl.value import MaskedGradient, Normalized, Origin, SpacedGradient, Value, materialize, owed
 
-__all__ = ["Conv2d", "ConvTranspose2d"]
-
 
 class _Convolution(Layer):
     """What the two convolutions share: geometry, parameters, weight and bias gradients."""

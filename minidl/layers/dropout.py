@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 
-__all__ = ["Dropout", "StochasticDepth"]
-
 
 class Dropout(Layer):
     """In training, sets elements to zero with probability ``p`` and scales the others by 1/(1 − p).

@@ -9,8 +9,6 @@ from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost
 
-__all__ = ["Flatten"]
-
 
 class Flatten(Layer):
     """(N, H, W, C) → (N, H·W·C) in memory order: channels innermost, where torch, being NCHW, has them outermost."""

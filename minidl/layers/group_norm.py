@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.layers.affine_norm import AffineNorm
 from minidl.profile import Cost, PassCost
 
-__all__ = ["GroupNorm", "LayerNorm"]
-
 
 class GroupNorm(AffineNorm):
     """Normalises groups of neighbouring channels of every image (Wu and He, "Group Normalization", ECCV 2018).

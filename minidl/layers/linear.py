@@ -15,8 +15,6 @@ from minidl.layer_params import LayerParams
 from minidl.messages import factors
 from minidl.profile import Cost, PassCost
 
-__all__ = ["Linear"]
-
 TILE_BYTES = 64 << 20
 """A gradient beyond this is made in tiles of at most so much, so that a ring of gradients need not hold all of it."""
 

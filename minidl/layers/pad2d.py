@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 
-__all__ = ["Pad"]
-
 
 class Pad(Layer):
     """Pads images with a constant, or crops them where the padding is negative.

@@ -22,8 +22,6 @@ from minidl.params import Arena
 from minidl.profile import Cost
 from minidl.shapes import Pair, conv_output_size
 
-__all__ = ["ChannelParallelConv2d", "RowParallelConv2d"]
-
 _PARTS = 2  # of a batch: while one travels, the next is computed
 
 

@@ -24,8 +24,6 @@ from minidl.value import (
     owed,
 )
 
-__all__ = ["AdaptiveAvgPool2d", "AvgPool2d", "MaxPool2d", "pool_beside"]
-
 MOST_PIXELS = 4  # of windows that a batch norm's kernels pool on the way
 
 

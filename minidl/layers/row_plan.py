@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 from minidl.shapes import conv_output_size
 
-__all__ = ["Axis", "Halo", "RowPlan", "Rows", "Strip", "plan", "share"]
-
 
 class Rows(NamedTuple):
     """Rows ``begin`` to ``end`` - 1."""

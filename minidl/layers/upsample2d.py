@@ -11,8 +11,6 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.shapes import Pair, resize_axis
 
-__all__ = ["Upsample"]
-
 _MODES = ("nearest", "bilinear")
 
 

@@ -11,8 +11,6 @@ from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
 
-__all__ = ["Loss", "Sums", "Totals", "check_index", "check_labels", "out_of_range"]
-
 _LABELS = ("int32", "int64", "uint8")
 _LOGITS = (float32, bfloat16, float16)
 

@@ -15,8 +15,6 @@ from minidl.loss.base import Loss, Sums, check_index, check_labels, out_of_range
 from minidl.precision import float32
 from minidl.profile import Cost, PassCost
 
-__all__ = ["SoftmaxCrossEntropy"]
-
 
 class SoftmaxCrossEntropy(Loss):
     """Mean of −log softmax(logits)[label] over all labels that are not ignored, of all ranks.

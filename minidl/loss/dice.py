@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import Loss, Sums, check_index, check_labels, out_of_range
 
-__all__ = ["DiceLoss"]
-
 
 class DiceLoss(Loss):
     """One minus the mean over classes of ``(2 Σ p·t + smooth) / (Σ p + Σ t + smooth)``, p the softmax of the logits.

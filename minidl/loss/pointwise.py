@@ -10,8 +10,6 @@ from minidl import checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import Loss, Sums
 
-__all__ = ["BCEWithLogitsLoss", "FocalLoss", "MSELoss"]
-
 
 class _Pointwise(Loss):
     """The mean over all elements of all ranks.

@@ -18,8 +18,6 @@ import numpy as np
 from minidl.memory.placement import ALIGN, Piece, pack
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "Lender", "most_live", "place"]
-
 
 def _lifetimes(events: Sequence[int]) -> np.ndarray:
     """(allocations, 3) int64: rounded size, event that makes it, event that releases it (or one after the last)."""

@@ -23,8 +23,6 @@ from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
 from minidl.store import TensorStore
 
-__all__ = ["Engine", "ScriptedStore"]
-
 _PASSES = ("forward", "backward_weight", "backward_data")
 
 

@@ -6,8 +6,6 @@ import dataclasses
 import json
 from typing import Any
 
-__all__ = ["dumps", "loads"]
-
 SCHEMA = 1
 
 

@@ -22,8 +22,6 @@ from minidl import checks
 from minidl.memory.plan import Decision, Plan, infeasible
 from minidl.memory.trace import Trace
 
-__all__ = ["LEAST", "NO_WINDOW", "WINDOW", "Gap", "Problem", "blocks", "occupied", "problem"]
-
 WINDOW = (1, 1)
 NO_WINDOW = (0, 0)
 LEAST = 1 << 20

@@ -26,8 +26,6 @@ from minidl.memory.plan import Decision, Plan
 from minidl.memory.rebuild import Recipe, recipes
 from minidl.memory.simulate import measure
 
-__all__ = ["Joint"]
-
 KEEP, OFFLOAD, REBUILD = range(3)
 LARGEST_GROUP = 6
 PAIRED_GROUP = 12

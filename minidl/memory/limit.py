@@ -8,8 +8,6 @@ from pathlib import Path
 
 from minidl import checks
 
-__all__ = ["host_budget", "parse_limit"]
-
 _UNITS = {
     "": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,

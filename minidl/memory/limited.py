@@ -26,8 +26,6 @@ from minidl.model import Model
 from minidl.optim import SGD, Visit
 from minidl.store import TensorStore
 
-__all__ = ["FUSIONS", "LimitedMemory", "limit_memory"]
-
 FUSIONS = ("auto", "elementwise", "none")
 """Plans of batch-norm fusion that commands choose among within a limit, where they are not told which."""
 

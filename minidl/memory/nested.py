@@ -8,8 +8,6 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["mapped", "parts"]
-
 
 def _is_array(item: Any) -> bool:
     return hasattr(item, "strides") and not isinstance(item, np.generic)

@@ -34,8 +34,6 @@ from minidl.memory._loops import relax, unbeaten
 from minidl.memory.gaps import Gap, Problem, blocks, occupied
 from minidl.memory.plan import Plan
 
-__all__ = ["Options", "choose", "crossing", "granule_of", "nested", "owned_steps", "pin"]
-
 MOST_UNITS = 1 << 18
 LARGEST_BLOCK = 10
 MOST_CROSSING = 6

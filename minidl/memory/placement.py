@@ -14,8 +14,6 @@ import numpy as np
 from minidl.memory._loops import best_fit
 from minidl.shapes import round_up
 
-__all__ = ["ALIGN", "Piece", "pack"]
-
 ALIGN = 512  # bytes, as CuPy's own pool has it: kernels choose the width of their loads by addresses
 _SMALL = 64  # pieces below this part of the largest are placed when all others lie
 _ROUNDS = 32

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from minidl.memory.files import dumps, loads
 from minidl.memory.trace import Trace
 
-__all__ = ["CHOICES", "Decision", "Infeasible", "Plan", "human", "infeasible", "too_small"]
-
 CHOICES = ("keep", "offload", "recompute")
 _NAMED = 6  # tensors that an error lists
 

@@ -15,8 +15,6 @@ from minidl.memory.plan import Infeasible, Plan, human
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.trace import Trace
 
-__all__ = ["Planner", "StepPlanner", "best", "widen"]
-
 RESERVES = (0.0, 0.03, 0.07, 0.15)
 PRICES = (0.0, 0.25, 0.5, 1.0, 2.0, 8.0)  # milliseconds for each millisecond on the link, both ways together
 _DEAR = 1e6  # moves only what can be had in no other way

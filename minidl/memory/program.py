@@ -19,8 +19,6 @@ from minidl.memory.plan import Decision, Plan
 from minidl.memory.trace import Trace
 from minidl.memory.visits import last_pass
 
-__all__ = ["STREAMS", "Operation", "Race", "program", "prove", "validate"]
-
 STREAMS = ("compute", "out", "in")
 
 

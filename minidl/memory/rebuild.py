@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from minidl.memory.gaps import Problem
 from minidl.memory.trace import Trace
 
-__all__ = ["Recipe", "recipes"]
-
 MOST_STEPS = 4
 
 

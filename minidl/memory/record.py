@@ -29,8 +29,6 @@ from minidl.optim import SGD
 from minidl.precision import Precision
 from minidl.profile import PassCost
 
-__all__ = ["blank", "record", "record_model", "record_step"]
-
 
 def record(
     graph: Graph,

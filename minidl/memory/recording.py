@@ -12,8 +12,6 @@ from minidl.cuda.device import DeviceRecord
 from minidl.layer import Layer
 from minidl.memory.trace import Trace
 
-__all__ = ["Allocation", "Place", "Recording", "Run"]
-
 
 @dataclass(frozen=True)
 class Place:

@@ -23,8 +23,6 @@ from minidl.memory.visits import last_pass
 from minidl.memory.watch import Watcher, root
 from minidl.shapes import round_up
 
-__all__ = ["Request", "Script", "fitted", "outside", "rebuild", "write"]
-
 _HOST_ALIGN = 4096
 _CLOSE = 64  # a limit less than this part below another is not looked between
 

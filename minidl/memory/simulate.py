@@ -15,8 +15,6 @@ from minidl import checks
 from minidl.memory.plan import CHOICES, Decision, Plan, human
 from minidl.memory.trace import Trace
 
-__all__ = ["Entry", "Link", "Timeline", "Usage", "Violation", "check", "measure", "timeline"]
-
 
 class Violation(ValueError):
     """A plan that does not do what it says; ``step`` where, None for totals."""

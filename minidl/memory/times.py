@@ -10,8 +10,6 @@ from minidl.memory.simulate import Link
 from minidl.memory.trace import Trace
 from minidl.profile import roofline
 
-__all__ = ["CEILINGS", "SHARE", "link_of", "measured", "modelled"]
-
 # As `minidl bench ceilings` measured them (benchmarks/results/h200): an H200 and its link to the host (PCIe 5 x16).
 CEILINGS: dict[str, dict[str, Any]] = {
     "H200": {

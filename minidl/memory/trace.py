@@ -7,7 +7,6 @@ loss, backward passes in reverse, updates.
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -17,8 +16,6 @@ from typing import Any
 
 from minidl import checks
 from minidl.memory.files import dumps, loads
-
-__all__ = ["RESIDENT_KINDS", "Step", "Tensor", "Trace"]
 
 # Tensors that outlive the step: on the device at every moment of it, touched or not.
 RESIDENT_KINDS = ("weight", "working", "gradient", "momentum", "buffer")
@@ -150,13 +147,8 @@ class Trace:
     @cached_property
     def digest(self) -> str:
         """Sixteen hex digits that change with anything a plan depends on: a plan is good for this trace only."""
-        text = json.dumps(
-            [
-                [dataclasses.astuple(step) for step in self.steps],
-                [dataclasses.astuple(tensor) for tensor in self.tensors],
-                self.loss,
-            ]
-        )
+        steps, tensors = ([list(vars(one).values()) for one in many] for many in (self.steps, self.tensors))
+        text = json.dumps([steps, tensors, self.loss])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def to_json(self) -> str:

@@ -15,8 +15,6 @@ from collections.abc import Collection, Sequence
 from minidl.memory.simulate import Link
 from minidl.memory.trace import Tensor, Trace
 
-__all__ = ["LEAST_VISITOR", "candidates", "last_pass", "visiting"]
-
 LEAST_VISITOR = 16 << 20  # bytes: a smaller one frees less than it costs to look after
 
 

@@ -23,8 +23,6 @@ from minidl.memory.nested import mapped, parts
 from minidl.memory.trace import Tensor
 from minidl.store import TensorStore
 
-__all__ = ["Memory", "NotingStore", "Seen", "Watcher", "root"]
-
 _PASSES = ("forward", "backward_weight", "backward_data", "update")
 
 

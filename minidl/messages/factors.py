@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from minidl.shapes import round_up
 
-__all__ = ["most_rows", "pitch", "row_bytes"]
-
 _LEAST_BYTES = 8 << 20  # of a gradient that is worth a message to itself
 _ALIGN = 64  # elements
 _TIMES_FEWER = 4  # bytes, as every rank multiplies the rows of all

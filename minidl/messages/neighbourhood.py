@@ -5,16 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = [
-    "ABSORBED",
-    "FEW",
-    "TAIL_BYTES",
-    "Departures",
-    "Neighbour",
-    "cut",
-    "departures",
-]
-
 TAIL_BYTES = 1 << 20  # of the last message at most, where there are several: it is one trip between GPUs
 ABSORBED = ("ReLU",)  # types of layers whose work plans of fusion leave to their neighbours
 FEW = 32  # samples by which work is told: enough of them that weights are not the most that a layer moves

@@ -9,8 +9,6 @@ from minidl.initializers import Initializer, kaiming_normal
 from minidl.layer import Layer
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Mul, ReLU, Sigmoid
 
-__all__ = ["conv_norm", "depthwise_separable", "divisible", "squeeze_excitation"]
-
 Activation = Callable[..., Layer]
 
 

@@ -16,8 +16,6 @@ from minidl.layers import (
     ReLU,
 )
 
-__all__ = ["densenet121"]
-
 _GROWTH = 32
 _BOTTLENECK = 4  # a 1×1 convolution first reduces to this many times the growth
 

@@ -7,8 +7,6 @@ from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU, StochasticDepth
 from minidl.models.blocks import conv_norm, squeeze_excitation
 
-__all__ = ["efficientnet_b0"]
-
 # expansion, kernel, stride of the first block, channels, blocks
 _STAGES = (
     (1, 3, 1, 16, 1), (6, 3, 2, 24, 2), (6, 5, 2, 40, 2), (6, 3, 2, 80, 3), (6, 5, 1, 112, 3), (6, 5, 2, 192, 4),

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from minidl.graph import Graph
 from minidl.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU
 
-__all__ = ["lenet", "mlp"]
-
 
 def mlp(num_classes: int = 10, image_shape: tuple[int, ...] = (28, 28, 1), hidden: Sequence[int] = (128, 128)) -> Graph:
     """Fully connected layers with ReLU between them on flattened images."""

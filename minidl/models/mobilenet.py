@@ -7,8 +7,6 @@ from minidl.graph import Graph, Node, scope
 from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, ReLU6
 from minidl.models.blocks import conv_norm, divisible
 
-__all__ = ["mobilenet_v2"]
-
 # expansion, channels, blocks, stride of the first
 _STAGES = (
     (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),

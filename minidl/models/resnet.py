@@ -14,17 +14,6 @@ from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
 
-__all__ = [
-    "resnet18",
-    "resnet20",
-    "resnet34",
-    "resnet50",
-    "resnet101",
-    "resnet152",
-    "resnext50_32x4d",
-    "wide_resnet50_2",
-]
-
 Block = Callable[[Node, int, int, bool], Node]
 
 

@@ -24,8 +24,6 @@ from minidl.layers.row_plan import share
 from minidl.random import RandomCounter
 from minidl.store import TensorStore
 
-__all__ = ["by_rows", "like"]
-
 _SAME_ROWS = (Add, Concat, ReLU)
 
 

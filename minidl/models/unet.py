@@ -6,8 +6,6 @@ from minidl import checks
 from minidl.graph import Graph, Node, scope
 from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Pad, ReLU
 
-__all__ = ["unet"]
-
 
 def _double_conv(x: Node, width: int, sync: bool) -> Node:
     """Two times 3×3 convolution, batch norm, ReLU."""

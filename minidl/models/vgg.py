@@ -7,8 +7,6 @@ from minidl.graph import Graph, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU
 
-__all__ = ["vgg16", "vgg16_bn"]
-
 _BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutions; a 2×2 pooling after each
 
 

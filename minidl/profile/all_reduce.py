@@ -18,8 +18,6 @@ from minidl.dist.communicator import place
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.timing import Timing
 
-__all__ = ["SIZES", "fit", "sweep", "timed"]
-
 SIZES = tuple(4096 * 4**i for i in range(9))  # bytes, 4 KiB to 256 MiB
 SAMPLES = 5
 LONGEST_MS = 3000.0  # of one size; networks slow enough to pass it have shown their bandwidth before

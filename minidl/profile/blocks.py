@@ -9,8 +9,6 @@ from minidl.profile.results import Row
 from minidl.profile.roofline import communication_intensity
 from minidl.profile.runs import Run
 
-__all__ = ["COMMUNICATION", "MOST", "Block", "blocks", "order", "singles"]
-
 COMMUNICATION = "communication"
 MOST = 60  # lines that one page holds with readable names
 _JOINED = 40  # and how many there are at most once layers are joined

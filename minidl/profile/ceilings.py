@@ -29,8 +29,6 @@ from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_name, machine_record, rounded, write
 from minidl.profile.timing import Budget, HostTimer
 
-__all__ = ["VERSION", "cache_path", "describe", "find", "identity", "kept", "load", "measure", "slowest"]
-
 VERSION = 1  # of the record; others are measured anew
 CACHE_MULTIPLE = 4  # both arrays of a copy together, in sizes of the last cache
 LARGEST_MATRIX = 2048

@@ -19,8 +19,6 @@ from minidl.dist.simulated import AlphaBeta
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import NotInFile
 
-__all__ = ["Cluster", "Sums", "sums_of"]
-
 Points = tuple[tuple[float, float], ...]
 
 

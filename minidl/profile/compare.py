@@ -29,8 +29,6 @@ from minidl.profile.ratio import (
 from minidl.profile.results import Row, load, machine_name
 from minidl.profile.tables import show
 
-__all__ = ["KEY", "Comparison", "RowVerdict", "add_arguments", "compare", "compare_results", "run", "table"]
-
 KEY = ("case", "layer", "pass", "dtype", "arm", "ranks")
 
 _WORST_FIRST = (SLOWER, UNCLEAR, SAME, FASTER)

@@ -27,8 +27,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-__all__ = ["Cost", "PassCost", "covered", "gradient_sum"]
-
 
 @dataclass(frozen=True)
 class PassCost:

@@ -13,8 +13,6 @@ from minidl.cuda.device import current_device, import_cupy
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.timing import Budget, Call, DeviceTimer, Timing
 
-__all__ = ["copy_bandwidth", "host_link", "l2_bandwidth", "matrix_rates", "measure", "vector_rate"]
-
 COPY_BYTES = 1 << 30
 LINK_BYTES = 256 << 20
 MATRIX_SIZE = 8192

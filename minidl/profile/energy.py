@@ -14,8 +14,6 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["Energy", "Meter", "clock_warnings"]
-
 # Millijoules per call, or None where it cannot be measured, of (a function that makes so many calls, how many).
 Energy = Callable[[Callable[[], Any], int], float | None]
 

@@ -34,18 +34,6 @@ from minidl.profile.results import write
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.timing import DeviceTimer
 
-__all__ = [
-    "DEFAULT_BYTES",
-    "ON_GPUS",
-    "Record",
-    "choose",
-    "disturbed",
-    "group_bytes",
-    "kept",
-    "measure",
-    "tune",
-]
-
 DEFAULT_BYTES = 4 << 20  # where nothing was measured
 ON_GPUS = 25 << 20  # the same between GPUs: the best of what was tried on two H200s
 LAYERS = 64

@@ -11,8 +11,6 @@ import numpy as np
 
 from minidl.precision import float32
 
-__all__ = ["labels", "noise"]
-
 _PERIOD = 1 << 22
 _STARTS, _ALIGNED = 1 << 10, 64  # places where arrays start among the random numbers; values between them
 

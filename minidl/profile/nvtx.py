@@ -8,8 +8,6 @@ from typing import Any
 
 from minidl import checks
 
-__all__ = ["NvtxRanges"]
-
 
 class NvtxRanges:
     """A profiler that marks each span on the host's thread.

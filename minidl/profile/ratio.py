@@ -30,19 +30,6 @@ from zlib import crc32
 
 import numpy as np
 
-__all__ = [
-    "FASTER",
-    "SAME",
-    "SLOWER",
-    "THRESHOLD",
-    "UNCLEAR",
-    "Interval",
-    "drift",
-    "ratio_of_medians",
-    "ratio_of_spreads",
-    "verdict_of",
-]
-
 SAME, FASTER, SLOWER, UNCLEAR = "SAME", "FASTER", "SLOWER", "UNCLEAR"
 THRESHOLD = 0.02
 _DRAWS = 1000

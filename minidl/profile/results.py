@@ -27,20 +27,6 @@ from typing import Any
 
 from minidl.dist.threads import available_cores
 
-__all__ = [
-    "REQUIRED",
-    "SCHEMA",
-    "Row",
-    "load",
-    "machine_name",
-    "machine_record",
-    "result",
-    "rounded",
-    "write",
-    "write_csv",
-    "write_whole",
-]
-
 SCHEMA = 1
 _GZIP = b"\x1f\x8b"
 REQUIRED = ("case", "pass", "dtype", "arm", "ms", "spread", "floor_ms", "peers")

@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["achieved", "communication_intensity", "fill", "floor", "network_floor", "wire_bytes"]
-
 Ceilings = Mapping[str, Any]
 
 

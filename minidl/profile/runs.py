@@ -12,8 +12,6 @@ from typing import Any
 
 from minidl.profile.results import Row, machine_name
 
-__all__ = ["COMPUTE", "FAMILIES", "WAYS", "LayerKey", "NotInFile", "Run", "family", "runs"]
-
 COMPUTE = ("forward", "backward_data", "backward_weight", "update")
 WAYS = {
     "graph_step": "within the captured step",

@@ -23,22 +23,6 @@ from minidl.profile.cluster import Cluster
 from minidl.profile.roofline import wire_bytes
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
-__all__ = [
-    "ALL",
-    "GROUPS",
-    "INTERFERENCE",
-    "Interference",
-    "LayerTimes",
-    "Message",
-    "Outcome",
-    "StepTimes",
-    "best",
-    "fitted",
-    "measured",
-    "simulate",
-    "tuned_interference",
-]
-
 ALL = 1 << 40  # one message for all
 GROUPS = (0, 1 << 20, 4 << 20, 25 << 20, 64 << 20, ALL)  # bytes
 _TYPES = {"bf16": 2, "fp16": 2}  # bytes of a stored element; else 4

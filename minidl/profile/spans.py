@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
-__all__ = ["NULL_PROFILER", "GraphProfiler", "NullProfiler", "Profiler", "SpanRecorder"]
-
 
 class Profiler(Protocol):
     """What layers, arena, loss and optimizer call."""

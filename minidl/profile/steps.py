@@ -20,8 +20,6 @@ from typing import Any
 
 from minidl.cuda.capture import used_bytes
 
-__all__ = ["COMPUTE", "MESSAGES", "Marked", "SpanTime", "StepProfiler", "StepTimes", "mark_cost"]
-
 COMPUTE, MESSAGES = "compute", "messages"
 _OF_THE_HOST = ("message",)  # launches on another stream: an interval of the compute stream holds nothing of it
 _NOTHING = nullcontext()

@@ -6,8 +6,6 @@ import sys
 from collections.abc import Container, Sequence
 from typing import TextIO
 
-__all__ = ["markdown", "plain", "show"]
-
 Cells = Sequence[Sequence[str]]
 
 

@@ -29,9 +29,6 @@ import numpy as np
 if TYPE_CHECKING:
     from minidl.cuda.capture import Room
 
-
-__all__ = ["Budget", "DeviceTimer", "HostTimer", "Timer", "Timing", "balanced", "input_sets", "timer"]
-
 CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
 _ENOUGH_FOR_P95 = 20
 _USUAL_CACHE = 64 << 20

@@ -17,8 +17,6 @@ from typing import Any
 
 from minidl.profile.results import Row, write_whole
 
-__all__ = ["chrome_trace", "write_trace"]
-
 LARGE_BYTES = 50 << 20  # viewers become slow
 LARGEST_BYTES = 300 << 20  # viewers give up
 

@@ -6,8 +6,6 @@ from types import ModuleType
 
 from minidl.dist import Communicator
 
-__all__ = ["settle"]
-
 
 def settle(ops: ModuleType, comm: Communicator) -> str:
     """Let all ranks use rank 0's table of kernels (`minidl.cuda.convolution.conv2d_tuned`); a collective on GPUs.

@@ -12,8 +12,6 @@ from minidl import checks
 from minidl.profile.results import Row
 from minidl.profile.runs import FAMILIES, NotInFile, Run, runs
 
-__all__ = ["VIEWS", "default_view", "footer", "networks", "tables", "view"]
-
 PASSES = ("forward", "backward_data", "backward_weight")
 _SHORT = {"forward": "fwd", "backward_data": "bwd-data", "backward_weight": "bwd-weight", "all_reduce": "all-reduce"}
 _WAYS = ("replayed", "cold", "hot", "step", "graph_step")

@@ -40,8 +40,6 @@ from minidl.layers import (
     Upsample,
 )
 
-__all__ = ["Channels", "by_channels", "depthwise", "mixes", "zero_channels"]
-
 _ACTIVATIONS = (GELU, Hardswish, LeakyReLU, ReLU, ReLU6, SiLU, Tanh)  # of zero, zero
 _POOLS = (AdaptiveAvgPool2d, AvgPool2d, MaxPool2d)
 _KEEP_ZERO = (*_ACTIVATIONS, *_POOLS, Dropout, Upsample)

@@ -30,8 +30,6 @@ import numpy as np
 from minidl import checkpoint, checks
 from minidl.precision import float32
 
-__all__ = ["Compressed", "load_compressed", "require_libraries", "save_compressed"]
-
 _KIND = "minidl compressed 1"
 _SKIP = 255  # zeros that one symbol stands for, without a nonzero
 _MOST_VALUES = 255

@@ -14,8 +14,6 @@ from minidl.shapes import Pair
 from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.profile import ProductProfile, profile_product
 
-__all__ = ["CSBMatrix", "on_host"]
-
 _STORAGE = (float32, bfloat16, float16)
 GPU_SIDE = 64
 

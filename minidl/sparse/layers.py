@@ -22,8 +22,6 @@ from minidl.shapes import Pair, round_up
 from minidl.sparse.csb import CSBMatrix, on_host
 from minidl.sparse.pattern import CSBPattern, choose_side
 
-__all__ = ["CSBConv2d", "CSBLinear"]
-
 # By `Precision.tf32`, how products may be split: three of bfloat16 are nearer to float32's than a single TF32 one.
 SPLITS = {0: None, 1: "bf16x3", 3: "tf32x3"}
 

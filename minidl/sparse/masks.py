@@ -11,8 +11,6 @@ import numpy as np
 from minidl import checks
 from minidl.shapes import round_up
 
-__all__ = ["Granularity", "keep_largest", "magnitude_mask", "require_sparsity", "score_mask", "to_multiple"]
-
 _WORDS = ("weight", "kernel", "filter", "layer")
 _KNOWN = (*_WORDS, "filter:8 (keep a multiple)", "block:8x4 (filters x inputs)", "2:4 (kept of neighbouring inputs)")
 _SCOPES = ("layer", "global")

@@ -13,8 +13,6 @@ import numpy as np
 from minidl import checks
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["CSBPattern", "Occupancy", "choose_side"]
-
 MOST_SIDE = 256
 SIDES = (64, 128, 256)  # to choose from: smaller blocks waste pointers, larger ones do not fit eight bits
 FULL_ROW = 12  # elements that a row of a block should hold, so that walking blocks costs little beside them

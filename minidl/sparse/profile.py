@@ -15,8 +15,6 @@ from minidl.sparse.pattern import CSBPattern
 if TYPE_CHECKING:
     from minidl.sparse.csb import CSBMatrix
 
-__all__ = ["ProductProfile", "profile_product"]
-
 
 @dataclass(frozen=True)
 class ProductProfile:

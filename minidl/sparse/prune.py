@@ -30,13 +30,11 @@ from minidl.graph import Graph
 from minidl.layers import Conv2d, Linear
 from minidl.model import Model
 from minidl.optim import SGD
-from minidl.params import Segment
 from minidl.precision import float32
+from minidl.segments import Segment
 from minidl.sparse.layers import CSBConv2d, CSBLinear
 from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity, score_mask
 from minidl.sparse.structured import Branches, Filters
-
-__all__ = ["CubicSchedule", "PrunedSGD", "Pruning", "pruned", "sparse_state", "to_sparse", "without_masks"]
 
 _MASK, _COUNT = "mask.", "pruning.steps"
 

@@ -14,8 +14,6 @@ from minidl.model import Model
 from minidl.sparse.masks import require_sparsity
 from minidl.sparse.prune import Pruning, units_of
 
-__all__ = ["Found", "Sensitivity", "masked", "random_mask_search", "sensitivity"]
-
 Evaluate = Callable[[], float]
 
 

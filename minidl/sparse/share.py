@@ -19,8 +19,6 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import float32
 
-__all__ = ["MOST_CLUSTERS", "Shared", "SharedSGD", "share_weights"]
-
 MOST_CLUSTERS = 255  # beside zero, in a byte
 _CODES = "codes."
 _ROUNDS = 50

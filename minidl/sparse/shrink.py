@@ -28,8 +28,6 @@ from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, Linear
 from minidl.models.rows import like
 from minidl.sparse.channels import Channels, by_channels, depthwise, mixes, zero_channels
 
-__all__ = ["Cut", "resized", "shrink"]
-
 
 @dataclass(frozen=True)
 class Cut:

@@ -16,8 +16,6 @@ from minidl.layers import Add, BatchNorm2d, ConvTranspose2d
 from minidl.sparse.channels import Channels, depthwise, mixes, zero_channels
 from minidl.sparse.masks import GONE, keep_largest, to_multiple
 
-__all__ = ["Branches", "Filters"]
-
 
 class Filters:
     """Filters as units, tied ones as one.

@@ -20,24 +20,6 @@ import pytest
 from minidl import backend
 from minidl.dist import mpiexec
 
-__all__ = [
-    "DEVICES",
-    "DIFFERENT_CALLS",
-    "DIFFERENT_MODELS",
-    "FAULTS",
-    "LIMIT_SECONDS",
-    "Job",
-    "finish",
-    "gpus",
-    "interrupted",
-    "missing",
-    "run",
-    "run_alone",
-    "run_command",
-    "run_program",
-    "started",
-]
-
 ROOT = Path(__file__).parents[2]
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multi_gpu])]
 WORKERS = Path(__file__).parent / "workers"

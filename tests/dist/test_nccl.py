@@ -12,7 +12,7 @@ from tests.dist.job import DIFFERENT_CALLS, DIFFERENT_MODELS, FAULTS
 
 RANKS = [n for n in (2, 3, 4, 8) if n <= job.gpus()] or [2]
 
-LIMIT = {"MINIDL_TIMEOUT": "6"}  # NCCL takes seconds to connect, and is watched as well
+LIMIT = {"MINIDL_TIMEOUT": "12"}  # NCCL takes seconds to connect, on a crowded machine many, and is watched as well
 
 pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.multi_gpu]
 
@@ -159,7 +159,7 @@ def test_a_rank_that_does_not_come_is_named_with_what_it_does(fault, call, tmp_p
     first = next(line for line in done.output.splitlines() if line.startswith("minidl: "))
     assert first.startswith("minidl: rank 0 of 2 (") and f"{call}, for rank 1; ending all ranks" in first
     assert "  rank 1: made " in done.output and "time.sleep(1000)" in done.output
-    assert done.seconds < 45
+    assert done.after < 45, done.output
 
 
 @pytest.mark.parametrize(("fault", "culprit"), [("stopped", 0), ("stopped", 1), ("stopped_at_the_end", 1)])
@@ -167,9 +167,9 @@ def test_a_stopped_rank_is_named_whoever_it_is(fault, culprit, tmp_path):
     done = job.run("faults", 2, tmp_path, fault, "cuda", str(culprit), **LIMIT)
     # The launcher reports the abort, or that the stopped rank had to be killed, whichever it sees first.
     assert done.status in (124, 9, 137), done.output
-    assert f"for rank {culprit}; ending all ranks" in done.output
-    assert f"  rank {culprit}: does not answer: stopped" in done.output
-    assert done.seconds < 45
+    assert f"for rank {culprit}; ending all ranks" in done.output, done.output
+    assert f"  rank {culprit}: does not answer: stopped" in done.output, done.output
+    assert done.after < 30, done.output
 
 
 def test_ctrl_c_ends_ranks_that_wait(tmp_path):

@@ -6,8 +6,6 @@ import math
 
 import numpy as np
 
-__all__ = ["channel_sum", "conv2d", "conv2d_backward_data", "conv2d_backward_weight", "output_size"]
-
 
 def output_size(x_shape, w_shape, stride, padding, dilation):
     """Height and width of the output."""

@@ -16,8 +16,6 @@ from minidl.cuda.rows import ACCESS, alignment, dense, dtype_code, rows, vector_
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["channel_sum", "check_sum", "sum_partials"]
-
 BLOCK = 256
 DEEPEST = 128  # chunks that a block of sum_partials_kernel adds side by side, at most
 NARROWEST = 8  # results of such a block, at least: a memory sector

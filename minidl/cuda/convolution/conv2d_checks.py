@@ -8,8 +8,6 @@ from minidl import checks
 from minidl.cuda.rows import dtype_code
 from minidl.precision import float32
 
-__all__ = ["check_alike", "check_operands", "check_tf32", "check_types"]
-
 
 def check_types(who: str, first: Any, second: Any, name: str, tf32: int) -> int:
     """Of two arrays that are multiplied; the macro DTYPE."""

@@ -15,19 +15,6 @@ from typing import NamedTuple
 from minidl import checks
 from minidl.cuda.convolution.conv2d_plan import Convolution
 
-__all__ = [
-    "FAMILIES",
-    "TEXTBOOK",
-    "Choice",
-    "Question",
-    "choose_family",
-    "family",
-    "forced_family",
-    "forced_kernel",
-    "kernel",
-    "textbook",
-]
-
 TEXTBOOK = ("direct", "tiled")
 FAMILIES = ("generic", "grouped", "hopper", "small", "stem", "thin", *TEXTBOOK)
 

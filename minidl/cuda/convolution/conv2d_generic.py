@@ -33,8 +33,6 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["backward_weight", "gather", "options"]
-
 CLASSES = 16  # parity classes of one launch, at most
 
 # The structures Class and Problem of conv2d.cu, and Problem of conv2d_weight.cu.

@@ -16,8 +16,6 @@ from minidl.cuda.rows import rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["applies", "applies_to_weight", "backward_weight", "gather", "pays", "plan", "plan_weight"]
-
 OCTET = 8  # base columns
 WARPS = 2, 2  # along the pixels and along the channels
 PAIRS = 2  # of octets, of a warp of a weight gradient

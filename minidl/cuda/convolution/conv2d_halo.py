@@ -26,8 +26,6 @@ from minidl.cuda.hopper import BYTES, TF32, View, Views
 from minidl.cuda.norm.signs import CHUNK, signs_pitch
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["HALO_TILES", "HaloTile", "halo_applies", "plan_halo", "windows_of"]
-
 WIDTH = 8  # pixels of a window: one group of rows of an operand
 MOST_STAGES, FEWEST_STAGES = 9, 3
 WINDOWS = 2  # of a tile, one for each warpgroup

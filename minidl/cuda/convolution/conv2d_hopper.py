@@ -46,25 +46,6 @@ from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = [
-    "Below",
-    "adds_spaced",
-    "aligned",
-    "applies",
-    "forward_fused",
-    "gather",
-    "images_at_once",
-    "is_spaced",
-    "masked_gradient",
-    "masks",
-    "normalizes",
-    "pays",
-    "plan",
-    "start",
-    "takes_statistics",
-    "turned",
-]
-
 ARCH = (9, 0)
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read

@@ -16,8 +16,6 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.hopper import BYTES, TF32, View, Views
 from minidl.cuda.norm.signs import CHUNK, signs_pitch
 
-__all__ = ["spread_out", "views_of"]
-
 
 def spread_out(walks: list[tuple[Walk, Walk]]) -> bool:
     """Whether the output pixels of a class lie apart."""

@@ -19,29 +19,6 @@ from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import launch
 from minidl.shapes import Pair, ceil_div, conv_output_size, round_up
 
-__all__ = [
-    "BLOCKS_WANTED",
-    "DEPTH_BYTES",
-    "EXACT_TILES",
-    "HALF_TILES",
-    "NARROW_TILES",
-    "PATCH_BYTES",
-    "TENSOR_TILES",
-    "WEIGHT_BLOCKS",
-    "AxisClass",
-    "Convolution",
-    "Launched",
-    "Tile",
-    "argument",
-    "axis_classes",
-    "choose_tile",
-    "convolution",
-    "lanes_along",
-    "parity_classes",
-    "pixel_chunk",
-    "struct",
-]
-
 DEPTH_BYTES = 128  # of tile.cuh: summed values of one stage
 PATCH_BYTES = 16  # where an output pixel's patch starts, in conv2d_weight.cu
 BLOCKS_WANTED = 512  # constants, so that sums are cut alike on every device

@@ -13,8 +13,6 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument,
 from minidl.cuda.rows import rows
 from minidl.shapes import ceil_div
 
-__all__ = ["applies", "backward_weight", "gather", "pays"]
-
 THREADS, ROWS = 256, 4  # of a block; of a thread
 LANES = (1, 4, 8, 32)  # threads that share the depth of a sum
 ENOUGH = 1 << 14  # threads

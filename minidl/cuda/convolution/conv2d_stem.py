@@ -23,8 +23,6 @@ from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["StemPlan", "applies", "backward_weight", "forward", "plan_forward", "plan_weight"]
-
 CHANNELS, KERNEL, STRIDE = 4, 11, 4  # at most
 # The same on every device, or tiles and with them the order of a sum would differ.
 SHARED = 96 * 1024

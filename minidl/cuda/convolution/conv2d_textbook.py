@@ -13,8 +13,6 @@ from minidl.cuda.rows import rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["forward", "plan"]
-
 # constants of conv2d_textbook.cu
 TILE, FILTERS, CHUNK = 16, 16, 8
 _THREADS = 256  # of a block of direct_kernel

@@ -28,21 +28,6 @@ from minidl.cuda.convolution.conv2d_family import Choice, Question, forced_kerne
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import active_dry_run, current_device, import_cupy
 
-__all__ = [
-    "NOTHING",
-    "Table",
-    "asked",
-    "choice_record",
-    "chosen",
-    "current",
-    "identity",
-    "install",
-    "load",
-    "question_of",
-    "question_record",
-    "table_path",
-]
-
 SCHEMA = 1
 STEMS = (
     "conv2d", "conv2d_grouped", "conv2d_grouped_weight", "conv2d_halo", "conv2d_hopper", "conv2d_small", "conv2d_stem",

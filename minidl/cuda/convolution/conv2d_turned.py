@@ -20,8 +20,6 @@ from minidl.cuda.convolution.conv2d_hopper import turned
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.device import DeviceRecord
 
-__all__ = ["backward_data", "fits"]
-
 
 def _turned(conv: Convolution) -> Convolution:
     """The convolution whose weight gradient, of as many filters as there are rows, is the data gradient."""

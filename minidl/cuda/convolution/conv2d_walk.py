@@ -12,28 +12,6 @@ from minidl.cuda.convolution.conv2d_plan import AxisClass, Convolution, parity_c
 from minidl.cuda.hopper import TF32, View, Views
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = [
-    "CLASSES",
-    "DEPTH",
-    "ITEMSIZE",
-    "PRODUCT",
-    "STAGE_ROW",
-    "Planned",
-    "Walk",
-    "blocks",
-    "bundle_of",
-    "columns_of",
-    "depth_of",
-    "filter_rows",
-    "filter_view",
-    "group_columns_of",
-    "is_flat",
-    "itemsize_of",
-    "reads",
-    "steps_of",
-    "walks_of",
-]
-
 STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
 PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache

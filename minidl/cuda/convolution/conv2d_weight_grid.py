@@ -9,8 +9,6 @@ from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.hopper import View, Views
 from minidl.shapes import Pair
 
-__all__ = ["HALO", "ITEMSIZE", "ROW_BYTES", "SPAN", "Grid", "HaloTile", "halo", "halo_views"]
-
 SPAN = 64  # channels, filters, and pixels of a block of a stage; of float32 half as many
 ROW_BYTES = 128  # of a block
 ITEMSIZE = 2

@@ -17,8 +17,6 @@ from minidl.cuda.rows import ACCESS, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["backward_weight", "fits", "gather", "plan", "plan_weight"]
-
 BLOCK = 256
 PASSES = 8  # pixels that a thread computes one after the other, as in depthwise.cu
 TAPS = 9  # taps of the weight gradient that a thread sums at a time, at most

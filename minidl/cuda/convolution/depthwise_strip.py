@@ -16,8 +16,6 @@ from minidl.cuda.rows import DTYPE, rows, vector_width
 from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["STRIPS", "ages", "aligned", "backward_weight", "fits", "gather", "place_of", "plan", "plan_weight"]
-
 THREADS = 128
 VECTOR = 2  # channels of a thread, where their number is even
 COLUMNS = range(1, 9)  # base positions of a strip

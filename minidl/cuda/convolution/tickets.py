@@ -17,8 +17,6 @@ import numpy as np
 
 from minidl.cuda.device import active_dry_run, driver, import_cupy
 
-__all__ = ["counter"]
-
 BYTES = 8  # {taken, left}
 CHUNK = 2**18  # counters that are made at a time: as much memory as a device gives at least
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be made while anybody captures

@@ -11,8 +11,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["narrow", "wide_channels", "widen"]
-
 BLOCK = 256
 LEAST = 4  # channels: 8 bytes of a 16-bit type, enough for an asynchronous copy
 

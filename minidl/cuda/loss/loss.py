@@ -15,15 +15,6 @@ from minidl.cuda.totals import column_totals
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "LABELS",
-    "count_labels",
-    "smoothed_cross_entropy",
-    "smoothed_cross_entropy_backward",
-    "softmax_cross_entropy",
-    "softmax_cross_entropy_backward",
-]
-
 BLOCK = 256
 BLOCK_CLASSES = 8192  # shortest row that gets a whole block
 MOST_PARTIALS = 512  # blocks whose totals one more launch adds in a microsecond or two

@@ -14,8 +14,6 @@ from minidl.cuda.rows import ACCESS, address, dtype_code
 from minidl.cuda.totals import column_totals
 from minidl.shapes import ceil_div
 
-__all__ = ["pointwise_loss", "pointwise_loss_backward"]
-
 BLOCK, CHUNK = 256, 8192  # as in pointwise_loss.cu
 LOSSES = ("bce_with_logits", "mse", "focal")
 WHOLE = range(5)  # exponents of focal that are products

@@ -16,8 +16,6 @@ from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.cuda.totals import column_totals
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["confusion_counts", "dice_backward", "dice_sums"]
-
 MOST_PARTIALS = 512  # blocks whose results one more launch adds
 SHARED_COUNTS = 8192  # in 32 KiB of shared memory
 SHARED_SLOPES = 4096  # the same

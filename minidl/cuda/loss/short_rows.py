@@ -8,8 +8,6 @@ from minidl.cuda.array import contiguous, copy_into, empty
 from minidl.cuda.rows import ACCESS, address, rows
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "ShortRows", "aligned", "labelled_rows", "rewritten_rows"]
-
 BLOCK = 128
 LONGEST = 64  # elements of a row that one thread holds in registers
 THREAD_BYTES, MOST_RUNS = 48, 4  # of rows that a thread takes at a time, up to

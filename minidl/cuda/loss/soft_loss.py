@@ -15,8 +15,6 @@ from minidl.cuda.totals import column_totals
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = ["soft_cross_entropy", "soft_cross_entropy_backward"]
-
 COLUMNS = 4
 MOST_HELD = 2  # runs of a row and its targets that a thread holds in registers
 FORWARD = {"STEPS": 2, "RESIDENT": 4}  # runs of a row on their way to a thread, and blocks of a multiprocessor

@@ -13,8 +13,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import ceil_div
 
-__all__ = ["BLOCK", "held_variant", "row_lanes", "row_variant", "softmax", "softmax_backward"]
-
 BLOCK = 256
 IN_FLIGHT = 4  # vectors of 16 bytes that a thread loads before it uses the first
 ROWS_IN_FLIGHT = 2  # of which it holds parts, at most

@@ -19,24 +19,6 @@ from minidl.cuda.norm.statistics import Joined, Parts, beside
 from minidl.cuda.rows import ROW_LIMIT, dense, dtype_code, rows, spans, vector_width, vectors, walk_channels
 from minidl.precision import float32
 
-__all__ = [
-    "batch_norm_activate",
-    "batch_norm_activate_backward_apply",
-    "batch_norm_activate_backward_stats",
-    "batch_norm_apply",
-    "batch_norm_backward_apply",
-    "batch_norm_backward_apply_stats",
-    "batch_norm_backward_stats",
-    "batch_norm_backward_sums",
-    "batch_norm_concat",
-    "batch_norm_eval_moments",
-    "batch_norm_finalize",
-    "batch_norm_join",
-    "batch_norm_join_backward_stats",
-    "batch_norm_merge",
-    "batch_norm_stats",
-]
-
 THREADS = 256
 # Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
 # Part of the cut, hence of the result's bits.

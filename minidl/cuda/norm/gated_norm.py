@@ -17,14 +17,6 @@ from minidl.cuda.rows import dtype_code, rows, vectors, walk_samples
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "batch_norm_gate",
-    "batch_norm_gate_backward_apply",
-    "batch_norm_gate_backward_stats",
-    "batch_norm_gate_gradient",
-    "batch_norm_means",
-]
-
 FORWARD, BACKWARD = 1, 5  # sums that a pass takes
 GROUPS = 4  # of pixels that a thread normalises: what it reads of the parameters costs little
 UNROLL, VALUES = 4, 4  # vectors that a thread has in flight, of so many values: parameters and sums fill its registers

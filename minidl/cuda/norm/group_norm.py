@@ -16,20 +16,6 @@ from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, walk_sample
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = [
-    "MOMENTS",
-    "PRODUCT",
-    "ROW_SUMS",
-    "Partials",
-    "PixelCut",
-    "cut_pixels",
-    "group_norm_apply",
-    "group_norm_backward_apply",
-    "group_norm_backward_stats",
-    "group_norm_stats",
-    "sample_sums",
-]
-
 BLOCK, MERGE_BLOCK = 256, 128
 UNROLL = 4  # vectors that a thread has in flight
 GROUPS = 2, 4  # of pixels that a thread normalises, forward and backward: what it reads of the moments costs little

@@ -15,8 +15,6 @@ from minidl.cuda.norm.group_norm import ROW_SUMS, sample_sums
 from minidl.cuda.rows import rows
 from minidl.precision import float32
 
-__all__ = ["layer_norm", "layer_norm_backward_data", "layer_norm_backward_weight"]
-
 
 def _present(*arrays: Any) -> tuple[Any, ...]:
     return tuple(a for a in arrays if a is not None)

@@ -18,8 +18,6 @@ from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width, vectors
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, pool_output_size
 
-__all__ = ["batch_norm_max_tiles", "batch_norm_max_tiles_backward_apply", "batch_norm_max_tiles_backward_stats"]
-
 FORWARD_BLOCKS = 528  # four on each of 132 multiprocessors, what the registers of a kernel without sums leave room for
 BYTES = 8  # of a vector, backward: a thread has a tile of two arrays in flight, beside parameters and sums
 

@@ -9,8 +9,6 @@ from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-__all__ = ["merge_lanes"]
-
 GROUP = 8  # channels of a block
 LANES = 32  # threads over the chunks of a channel
 EACH = 8  # chunks that a lane reads at once

@@ -12,9 +12,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.rows import dtype_code, rows, walk_channels
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["CHUNK", "are_signs", "check_signs", "mask_by_signs", "signs_pitch", "signs_shape"]
-
-
 CHUNK = 16  # bytes that the copy engine moves at least
 
 

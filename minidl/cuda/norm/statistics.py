@@ -13,8 +13,6 @@ from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.shapes import ceil_div
 
-__all__ = ["Joined", "Parts", "beside"]
-
 
 @dataclass(frozen=True)
 class Parts:

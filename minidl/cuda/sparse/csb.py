@@ -26,8 +26,6 @@ from minidl.cuda.sparse.csb_routes import Product, choose_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["csb_expand", "csb_matmul", "csb_pick", "csb_sampled"]
-
 THREADS = 256
 MOST_ROWS = 128  # output features of a thread block: 16 for each warp, as many as the registers hold
 TURNED_FLOATS = 64 * 256  # of a block's part of x in shared memory: 64 samples at the largest block side

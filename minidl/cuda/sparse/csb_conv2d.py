@@ -35,8 +35,6 @@ from minidl.cuda.sparse.csb_routes import choose_conv_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, conv_output_size, tap_axes
 
-__all__ = ["csb_conv2d", "csb_conv2d_backward_data", "csb_conv2d_backward_weight"]
-
 _PRODUCT = struct(PRODUCT_FIELDS[0], PRODUCT_FIELDS[1] + " steps blocks", ("window", csb_rows.WINDOW))
 
 Axes = tuple[tuple[int, ...], ...]

@@ -14,8 +14,6 @@ from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["DotsTile", "applies", "choose_tile", "sampled"]
-
 ARCH = (9, 0)
 CAPACITY = 1024  # elements of a pass
 VEC, STAGES = 2, 2

@@ -13,8 +13,6 @@ from minidl.cuda.sparse import csb_rows, csb_tensor
 from minidl.cuda.sparse.csb import csb_expand
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["parts_of"]
-
 Parts = dict[str, Callable[[], Any]]
 
 

@@ -16,8 +16,6 @@ from minidl.cuda.device import DeviceRecord
 from minidl.cuda.sparse import csb_rows, csb_skinny, csb_tensor
 from minidl.shapes import Pair
 
-__all__ = ["ROUTES", "Product", "choose_conv_route", "choose_route", "conv_routes", "route"]
-
 ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
 # Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.

@@ -20,8 +20,6 @@ from minidl.cuda.rows import rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", "matmul", "multiply"]
-
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 UNIT = 16  # output features of a warp

@@ -16,8 +16,6 @@ from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["applies", "sampled", "splits"]
-
 ARCH = (9, 0)
 DEPTH, TILE_M = 64, 128
 STAGES = {64: 8, 128: 6, 256: 4}  # by columns of a tile

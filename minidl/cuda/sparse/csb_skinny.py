@@ -15,8 +15,6 @@ from minidl.cuda.rows import DTYPE, address, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["MOST_SAMPLES", "SkinnyTile", "applies", "choose_tile", "matmul"]
-
 SIDE, PITCH = 64, 144
 MOST_SAMPLES, MOST_WARPS = 64, 16
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device

@@ -16,8 +16,6 @@ from minidl.cuda.rows import DTYPE, address, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["ARCH", "blocks_of", "matmul"]
-
 ARCH = (9, 0)
 SIDE, FEATURES = 64, 256  # of a block of A, output features of a unit
 STAGES = 4

@@ -17,8 +17,6 @@ from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = ["SPLITS", "applies", "matmul", "spread"]
-
 ARCH = (9, 0)
 SPLITS = {"tf32x3": 0, "bf16x3": 1}  # the macro DTYPE
 PART, ROWS, SAMPLES, DEPTH = 64, 128, 256, 32

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["bars"]
-
 _BAR_INCHES = 0.21
 _SEGMENTS = {
     "forward": "forward",

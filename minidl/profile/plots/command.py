@@ -23,8 +23,6 @@ from minidl.profile.runs import COMPUTE, NotInFile, Run, runs
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "add_arguments", "make", "run"]
-
 _OF_ONE: dict[str, Callable[..., Figure]] = {
     "roofline": roofline,
     "communication": communication,

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["communication"]
-
 _NAMED = 5
 _OWN = ("forward", "backward_data", "backward_weight")
 _TINT = "#fbeee6"

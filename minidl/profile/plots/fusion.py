@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["fastest", "fusion"]
-
 # What convolutions do on the way, and whether the one above normalises what it reads (hatched).
 _COLORS = {
     (): "#DDDDDD",

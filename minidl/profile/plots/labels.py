@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Annotation, Text
     from matplotlib.transforms import Bbox
 
-__all__ = ["along", "place"]
-
 _ANGLES = 32
 _DISTANCES = (12, 20, 30, 42, 56, 72, 90, 112, 138, 168, 202, 240)  # points from the marker to the label
 _PADDING = 3.0  # pixels around a label

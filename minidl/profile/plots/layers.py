@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["layers", "series"]
-
 _LINE_INCHES = 0.21
 # Neither passes nor types of layer, but steps of one scale: from light to dark, with a shape each.
 _MARKS = (

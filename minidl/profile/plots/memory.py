@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["memory"]
-
 _PHASES = {
     "forward": ("forward", PASSES["forward"]),
     "backward_data": ("backward", PASSES["backward_data"]),

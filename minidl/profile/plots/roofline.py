@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = ["roofline"]
-
 _NAMED = 5
 _LOW = 0.5  # a pass that takes more than twice its floor stands out
 _BEYOND = 1.15  # of its roof: more than measuring errs; the rest of the work was a neighbour's

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["KINDS", "apart", "curves", "scaling"]
-
 KINDS = ("weak", "strong")
 
 # Curves are neither passes nor types of layer: their own order of colours, and markers.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["share"]
-
 _NAMED = 0.045  # a segment narrower than this has no room for its number
 _DARK = {"convolution", "ReLU", "loss", "unaccounted"}  # segments with white numbers
 

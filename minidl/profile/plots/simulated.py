@@ -12,8 +12,6 @@ from minidl.profile.scaling import ALL, Outcome, StepTimes
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-__all__ = ["simulated"]
-
 _COLORS = ("#332288", "#661100", "#117733", "#999933", "#6699CC", "#AA4499", INK)
 _LOST = {"waited for messages": "#CC6677", "slowed beside messages": "#DDCC77"}
 

@@ -25,29 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from matplotlib.text import Text
 
-__all__ = [
-    "INK",
-    "MUTED",
-    "PASSES",
-    "SHAPES",
-    "TYPES",
-    "dot",
-    "drawn",
-    "flops",
-    "flops_axis",
-    "halo",
-    "key",
-    "log_axis",
-    "milliseconds",
-    "note",
-    "page",
-    "plain",
-    "rate",
-    "render",
-    "save",
-    "swatch",
-]
-
 INK, MUTED, GRID = "#222222", "#666666", "#d9d9d9"
 
 PASSES = {
