@@ -216,7 +216,7 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
             expected = a.matmul(x, **where)
         for units, vec, run in TILES:
             vec = 2 if vec == 3 and not features_last else vec
-            tile = csb_rows.RowsTile(units, vec, part, run, part * density >= 4, 3072, 2)
+            tile = csb_rows.RowsTile(units, vec, part, run, 3072, 2)
             y = cuda_ops.from_host(np.full(expected.shape, np.nan, float32))
             arrays = *a.pattern, a.values, x, y
             csb_rows.matmul(*arrays, *a.place, transposed, features_last, None, False, tile)

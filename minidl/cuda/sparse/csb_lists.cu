@@ -7,7 +7,7 @@
 // time, those with most elements first, in rounds, in which the unit that has least so far takes the most.
 // What a broadcast costs is the registers that it fills, so a list holds no more than it must: the number of items of
 // each feature in 16 bytes, the first four items' summed features (within the part, a byte each) of each in 64 bytes,
-// then feature after feature, in the order of the summed one, values by fours, and between fours, in 8 bytes, the summed
+// then feature after feature, in the order of the summed one, values by fours, and behind each four, in 8 bytes, the summed
 // features of the next. What a feature has begins at a multiple of 8 bytes.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
@@ -118,11 +118,8 @@ csb_order_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
     }
 }
 
-// Slots that `count` values take, with the summed features between them.
-DEVICE int slots_of(int count) {
-    const int fours = count > 0 ? (count - 1) / 4 : 0;
-    return 3 * fours + (count - 4 * fours + 1) / 2;
-}
+// Slots that `count` values take, with the summed features behind each four.
+DEVICE int slots_of(int count) { return 3 * (count / 4) + (count % 4 + 1) / 2; }
 
 struct Shared {
     u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones

@@ -35,7 +35,7 @@
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
 // Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
-// (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
+// (csb_lists.cu), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
 // (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
 // multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
@@ -58,9 +58,10 @@ constexpr int UNIT = 16;
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
-constexpr int SCALE = FEATURES_LAST ? 4 : 4 * SAMPLES;  // bytes from one summed feature to the next
-constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
+constexpr int PITCH = FEATURES_LAST ? PART + 1 : 32;  // floats from row to row of x in shared memory
+constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
+constexpr int PLANE = PART * 128;  // bytes of 32 samples, features first
+constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
@@ -72,7 +73,7 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
     constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
     constexpr int STEP = FETCHERS / ACROSS;
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    to += 4 * (row * PITCH + column);
+    to += 4 * row * PITCH + (FEATURES_LAST ? 4 * column : column / 32 * PLANE + column % 32 * 4);
 #if CONV
     const bool inside = feature + column < p.depth;
 #pragma unroll 8
@@ -193,7 +194,8 @@ DEVICE void load_x(float (&v)[VEC], u32 from) {
     }
 }
 
-// The next COUNT items of one output feature: values from `from` on, summed features in bytes of a word.
+// The next COUNT items of one output feature: values from `from` on, summed features in bytes of a word. All loads start
+// before the first is waited for. A byte is picked, scaled and added to the address by one instruction.
 template <int COUNT>
 DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
     float weights[COUNT], values[COUNT][VEC];
@@ -203,44 +205,39 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
     if constexpr (COUNT % 2)
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (indices >> 8 * k & 255) * SCALE);
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], __dp4a(indices, static_cast<u32>(SCALE) << 8 * k, x));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weights[k], values[k][v], sum[v]);
 }
 
-// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
+// Rows of a list are short where matrices are sparse, so the issue of instructions and the latency of loads are bounds of
+// their own: items go by fours, and what is left together. Counts of four output features are read ahead; passing
+// through a shuffle they are known to be the same for all lanes, so that branches need no barriers of convergence.
 DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     u32 values = list + 8 * HEADER;
-    u32 counts = 0;  // of four output features
     u32 first = load_word(list + 16);  // four summed features of an output feature
+    u32 counts = __shfl_sync(0xffffffffu, load_word(list), 0), further = 0;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) counts = load_word(list + i);
         u32 count = counts >> 8 * (i % 4) & 255, indices = first;
         if (i + 1 < UNIT) first = load_word(list + 20 + 4 * i);
-#if FOURS
+        if (i % 4 == 1 && i + 3 < UNIT) further = load_word(list + i + 3);
+        if (i % 4 == 2) further = __shfl_sync(0xffffffffu, further, 0);
+        if (i % 4 == 3) counts = further;
 #pragma unroll 1
-        while (count >= 4) {
-            u32 next = 0;
-            if (count > 4) next = load_word(values + 16);
+        for (; count >= 4; count -= 4) {
+            const u32 next = load_word(values + 16);
             take<4>(sum[i], values, indices, x);
-            values += count > 4 ? 24 : 16, count -= 4, indices = next;
+            values += 24, indices = next;
         }
-        if (count & 2) take<2>(sum[i], values, indices, x), values += 8, indices >>= 16;
-#else
-        bool second = false;  // of the twos of a four
-#pragma unroll 1
-        while (count >= 2) {
-            take<2>(sum[i], values, indices, x);
-            values += 8, count -= 2, indices >>= 16;
-            if (second && count > 0) indices = load_word(values), values += 8;
-            second = !second;
+        if (count & 2) {
+            if (count & 1) take<3>(sum[i], values, indices, x), values += 16;
+            else take<2>(sum[i], values, indices, x), values += 8;
+        } else if (count & 1) {
+            take<1>(sum[i], values, indices, x), values += 8;
         }
-#endif
-        if (count & 1) take<1>(sum[i], values, indices, x), values += 8;
     }
 }
 
@@ -376,7 +373,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32 list = note[warp];
             last = note[UNITS];
             if (PHASE != 1 && list != NONE)
-                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH * 4 * lane : lane * VEC / 32 * PLANE + lane * VEC % 32 * 4));
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();

@@ -53,14 +53,13 @@ class RowsTile(NamedTuple):
     vec: int
     part: int
     run: int
-    fours: bool
     capacity: int
     stages: int
 
     @property
     def unit_slots(self) -> int:
         """Of the longest list."""
-        return HEADER + UNIT * (self.part * 3 // 4 - 1)
+        return HEADER + UNIT * (self.part * 3 // 4)
 
     def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
@@ -101,9 +100,9 @@ def choose_tile(
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
     dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
-    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
-    items = part * density  # of a feature: half a slot each, and one between fours
-    slots = 0.5 * items + max(0.25 * (items - 2), 0) + 0.3
+    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, 0, 0)
+    items = part * density  # of a feature: half a slot each, and one behind each four
+    slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -126,7 +125,7 @@ def lists(
     features, summed = (room, shape[0]) if transposed else (shape[0], room)
     out, parts = ceil_div(features, wide), ceil_div(summed, tile.part)
     steps = taps * parts
-    # Values and what lies between them take a slot each at most; each unit may have a header and a pad.
+    # Values and what lies behind fours of them take a slot each at most; each unit may have a header and a pad.
     slots = empty((indices.size + out * steps * tile.units * (HEADER + 1), 2), np.uint32)
     assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
     units = empty((out * tile.units, steps, 2), np.uint32)
@@ -195,7 +194,7 @@ def multiply(
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
     wide = 4 if features_last else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run,
         "CAPACITY": tile.capacity, "STAGES": tile.stages, "FEATURES_LAST": int(features_last),
         "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
