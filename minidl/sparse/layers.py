@@ -97,7 +97,7 @@ class _CSBLayer(Layer):
         """(rows, in) -> (rows, out)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, features_last=True,
-            bias=self.params.get("bias"), split=SPLITS[self.tf32],
+            bias=self.params.get("bias"), split=SPLITS[self.tf32], order=self.pattern.order(self.ops),
         )  # fmt: skip
 
     def _backward_weight(self, dy: Any, x: Any) -> None:
@@ -117,7 +117,7 @@ class _CSBLayer(Layer):
         """(rows, out) -> (rows, in)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True,
-            split=SPLITS[self.tf32],
+            split=SPLITS[self.tf32], order=self.pattern.order(self.ops, transposed=True),
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -278,7 +278,7 @@ class CSBConv2d(_CSBLayer):
             return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
         return self.ops.csb_conv2d(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
-            bias=self.params.get("bias"), tf32=self.tf32,
+            bias=self.params.get("bias"), tf32=self.tf32, order=self.pattern.order(self.ops),
         )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
@@ -299,7 +299,7 @@ class CSBConv2d(_CSBLayer):
         if not self._pointwise:
             return self.ops.csb_conv2d_backward_data(
                 *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
-                tf32=self.tf32,
+                tf32=self.tf32, order=self.pattern.order(self.ops, True, prod(self.kernel_size), self.in_channels),
             )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):
