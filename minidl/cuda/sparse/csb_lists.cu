@@ -43,8 +43,8 @@ DEVICE int slots_of(int count) { return 3 * (count / 4) + (count % 4 + 1) / 2; }
 struct Shared {
     u32 mask[OUT][WORDS];  // by place of the output feature, over the summed ones
     int begin[OUT];        // slot of the feature's first value, from the part's first
-    int header[OUT];       // first slot of the feature's unit, likewise
     int unit[UNITS];       // slots of each unit
+    int start[UNITS];      // its first slot, from the part's first
     u32 first;             // slot of the part
     short place[RANGE];    // of a feature in this part, or -1
 };
@@ -99,17 +99,21 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         if (thread % UNIT == UNIT - 1) s.unit[thread / UNIT] = sum > 0 ? (HEADER + sum + 1) & ~1 : 0;
     }
     __syncthreads();
-    if (thread == 0) {
-        int total = 0;
-        for (int u = 0; u < UNITS; ++u) total += s.unit[u];
-        s.first = atomicAdd(used, total);
+    if (thread < 32) {
+        const int size = thread < UNITS ? s.unit[thread] : 0;
+        int end = size;
+#pragma unroll
+        for (int further = 1; further < UNITS; further *= 2) {
+            const int other = __shfl_up_sync(0xffffffffu, end, further);
+            if (thread >= further) end += other;
+        }
+        if (thread < UNITS) s.start[thread] = end - size;
+        if (thread == UNITS - 1) s.first = atomicAdd(used, end);
     }
     __syncthreads();
     if (thread < OUT) {
-        const int unit = thread / UNIT, size = s.unit[unit];
-        int start = 0;
-        for (int u = 0; u < unit; ++u) start += s.unit[u];
-        s.begin[thread] = start + HEADER + sum - slots_of(count), s.header[thread] = start;
+        const int unit = thread / UNIT, size = s.unit[unit], start = s.start[unit];
+        s.begin[thread] = start + HEADER + sum - slots_of(count);
         if (size) reinterpret_cast<u8*>(slots + s.first + start)[thread % UNIT] = static_cast<u8>(count);
         if (thread % UNIT == 0)
             units[i64(out_part * UNITS + unit) * p.steps + step] = make_uint2(s.first + start, size);
@@ -122,7 +126,8 @@ csb_lists_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
             if (w < summed / 32) rank += __popc(s.mask[place][w]);
         uint2* const list = slots + s.first + s.begin[place] + rank / 4 * 3;
         reinterpret_cast<float*>(list)[rank % 4] = values[e];
-        u8* const indices = rank < 4 ? reinterpret_cast<u8*>(slots + s.first + s.header[place] + 2) + place % UNIT * 4
+        const int unit = place / UNIT;
+        u8* const indices = rank < 4 ? reinterpret_cast<u8*>(slots + s.first + s.start[unit] + 2) + place % UNIT * 4
                                      : reinterpret_cast<u8*>(list - 1);
         indices[rank % 4] = static_cast<u8>(summed);
     });

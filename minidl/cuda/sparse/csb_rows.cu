@@ -58,9 +58,9 @@ constexpr int GROUP_BYTES = 4 * (32 * (GROUP + 1) + GROUP);
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int PITCH = FEATURES_LAST ? PART + 1 : 32;  // floats from row to row of x in shared memory
+constexpr int PITCH = PART + 1;  // floats from sample to sample of x in shared memory, features last
+constexpr int PLANE = PART * 128;  // bytes of 32 samples of x, features first
 constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
-constexpr int PLANE = PART * 128;  // bytes of 32 samples, features first
 constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
@@ -68,40 +68,57 @@ constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
+#if FEATURES_LAST
+// A warp fetches whole rows of samples, 32 features a copy, so that an address serves several: what a fetching warp can
+// do is bound by how fast it issues instructions. Samples beyond the last are others again, whose sums nobody writes.
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
-    constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
-    constexpr int STEP = FETCHERS / ACROSS;
-    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    to += 4 * row * PITCH + (FEATURES_LAST ? 4 * column : column / 32 * PLANE + column % 32 * 4);
-#if CONV
-    const bool inside = feature + column < p.depth;
-#pragma unroll 8
-    for (int i = 0; i < DOWN / STEP; ++i) {
-        const int pixel = pixels[row + i * STEP];
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
-                              inside && pixel >= 0);
-    }
-#else
-    constexpr int GROUP = 8;  // copies whose bounds are known from one number
-    const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
-                                      : x + (feature + row) * p.x_pitch + sample + column;
-    const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
-    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
-    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
-    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
-#pragma unroll 1
-    for (int i = 0; i < DOWN / STEP; i += GROUP) {
+    constexpr int COPIES = PART / 32, STEP = FETCHERS / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - UNITS;
+    bool inside[COPIES];
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
+    for (int c = 0; c < COPIES; ++c) inside[c] = feature + lane + 32 * c < p.depth;
+    to += 4 * (warp * PITCH + lane);
+    x += feature + lane;
+    const int left = (p.samples - sample < SAMPLES ? static_cast<int>(p.samples - sample) : SAMPLES) - warp;
+    const float* from = x + (left > 0 ? sample + warp : sample) * p.x_pitch;
+#pragma unroll 4
+    for (int i = 0; i < SAMPLES / STEP; ++i) {
+#if CONV
+        const int pixel = pixels[warp + i * STEP];
+        from = x + pixel * p.x_pitch;
+#else
+        constexpr int pixel = 0;
+#endif
+#pragma unroll
+        for (int c = 0; c < COPIES; ++c) copy_async<4>(to + 128 * c, from + 32 * c, inside[c] && pixel >= 0);
+        to += 4 * PITCH * STEP;
+        if ((i + 1) * STEP < left) from += STEP * p.x_pitch;
+    }
+}
+#else
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int*) {
+    constexpr int ACROSS = SAMPLES / VEC_X, STEP = FETCHERS / ACROSS;
+    constexpr int BATCH = 8;  // copies whose bounds are known from one number
+    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
+    to += 128 * row + column / 32 * PLANE + column % 32 * 4;
+    const float* from = x + (feature + row) * p.x_pitch + sample + column;
+    const i64 step = STEP * p.x_pitch;
+    const int left = p.depth - feature;
+    int there = (sample + column < p.samples ? left < PART ? left : PART : 0) - row;
+    static_assert(PART / STEP % BATCH == 0, "whole groups");
+#pragma unroll 1
+    for (int i = 0; i < PART / STEP; i += BATCH) {
+#pragma unroll
+        for (int g = 0; g < BATCH; ++g) {
+            copy_async<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
             from += step;
         }
-        to += 4 * PITCH * STEP * GROUP;
-        there -= GROUP * STEP;
+        to += 128 * STEP * BATCH;
+        there -= BATCH * STEP;
     }
-#endif
 }
+#endif
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -347,6 +364,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         return;
     }
     if constexpr (UNITS == 16) take_registers<104>();
+    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * VEC / 32 * PLANE + lane * VEC % 32 * 4;  // samples
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
@@ -357,8 +375,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
             const u32 list = note[warp];
             last = note[UNITS];
-            if (PHASE != 1 && list != NONE)
-                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH * 4 * lane : lane * VEC / 32 * PLANE + lane * VEC % 32 * 4));
+            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + mine);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
