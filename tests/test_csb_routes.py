@@ -13,7 +13,7 @@ from minidl import cuda as ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
-from minidl.cuda.sparse.csb_order import deal
+from minidl.cuda.sparse.csb_order import deal, line
 from minidl.cuda.sparse.csb_routes import ROUTES, Product, choose_route, route
 from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
@@ -214,7 +214,7 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
     a = Matrix(cuda_ops, rng, shape, 64, density, values=draw)
     where = {"transposed": transposed, "features_last": features_last}
     elements = (a.dense != 0).sum(0 if transposed else 1) * rng.integers(1, 9, shape[1 if transposed else 0])
-    dealt = cuda_ops.from_host(deal(elements))
+    dealt = cuda_ops.from_host(deal(elements, line(features_last)))
     for samples in (133, 12000):
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
         with route("generic"):

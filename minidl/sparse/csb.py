@@ -163,11 +163,6 @@ class CSBMatrix:
         """The transpose, sharing pattern and values."""
         return CSBMatrix(self.pattern, self._data, transposed=not self._transposed)
 
-    @property
-    def order(self) -> Any:
-        """`CSBPattern.order` of the product with this matrix."""
-        return self.pattern.order(self._ops, self._transposed)
-
     def transpose(self) -> CSBMatrix:
         """``A.T``."""
         return self.T
@@ -296,7 +291,7 @@ class CSBMatrix:
         return self._ops.csb_matmul(
             self.indptr, self.indices, self._data, x, self.pattern.shape, self.pattern.side,
             transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, split=split,
-            order=self.order,
+            order=self.pattern.order(self._ops, self._transposed, features_last),
         )  # fmt: skip
 
     def route(self, samples: int, *, features_last: bool = False, split: str | None = None) -> str:

@@ -97,7 +97,8 @@ class _CSBLayer(Layer):
         """(rows, in) -> (rows, out)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, features_last=True,
-            bias=self.params.get("bias"), split=SPLITS[self.tf32], order=self.pattern.order(self.ops),
+            bias=self.params.get("bias"), split=SPLITS[self.tf32],
+            order=self.pattern.order(self.ops, False, True),
         )  # fmt: skip
 
     def _backward_weight(self, dy: Any, x: Any) -> None:
@@ -117,7 +118,7 @@ class _CSBLayer(Layer):
         """(rows, out) -> (rows, in)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True,
-            split=SPLITS[self.tf32], order=self.pattern.order(self.ops, transposed=True),
+            split=SPLITS[self.tf32], order=self.pattern.order(self.ops, True, True),
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -278,7 +279,8 @@ class CSBConv2d(_CSBLayer):
             return self._forward(self._rows(x)).reshape(self.output_shape(x.shape))
         return self.ops.csb_conv2d(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
-            bias=self.params.get("bias"), tf32=self.tf32, order=self.pattern.order(self.ops),
+            bias=self.params.get("bias"), tf32=self.tf32,
+            order=self.pattern.order(self.ops, False, True),
         )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
@@ -297,9 +299,10 @@ class CSBConv2d(_CSBLayer):
         assert add is None, "not declared in accepts_add"
         shape = self.saved().x.shape
         if not self._pointwise:
+            order = self.pattern.order(self.ops, True, True, prod(self.kernel_size), self.in_channels)
             return self.ops.csb_conv2d_backward_data(
                 *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
-                tf32=self.tf32, order=self.pattern.order(self.ops, True, prod(self.kernel_size), self.in_channels),
+                tf32=self.tf32, order=order,
             )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):

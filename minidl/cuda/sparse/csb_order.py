@@ -3,9 +3,8 @@
 Pruned rows are uneven, and warps of a thread block wait for each other: of 2048 features as they lie in a matrix
 pruned to 2 %, the fullest warp has twice the mean. So features are dealt, those with most elements first, each to
 whoever has fewest so far and has room (R. Graham, "Bounds on multiprocessing timing anomalies", SIAM J. Appl. Math. 17,
-1969): first lines of eight neighbours, which fill a sector of memory with features last, among groups of four warps,
-then the features of a group among its warps. That leaves 1.06 times the mean at most, where single features dealt among
-all warps leave 1.05 (98 %, five shapes).
+1969). With features last lines of eight neighbours are dealt as one, as they fill a sector of memory: single ones were
+brought side by side through shared memory before they were written, which took longer than the better shares saved.
 """
 
 from __future__ import annotations
@@ -16,44 +15,41 @@ import numpy as np
 
 from minidl.shapes import round_up
 
-__all__ = ["GROUP", "RANGE", "UNIT", "deal"]
+__all__ = ["RANGE", "UNIT", "deal", "line"]
 
 UNIT = 16  # output features of a warp
-GROUP = 64  # of four warps
-LINE = 8  # that stay together in a group
 RANGE = 1024  # among which features are dealt: csb_lists.cu looks for those of a thread block there
 MOST_UNITS = 16  # of a thread block
-MOST = 1 << 26  # features that words have room for
+LEAST_UNITS = 4
 
 
-def deal(elements: np.ndarray) -> np.ndarray:
-    """Output features in the order of warps, UNIT for each.
+def line(features_last: bool) -> int:
+    """Neighbours that are dealt as one."""
+    return 8 if features_last else 1
+
+
+def deal(elements: np.ndarray, line: int) -> np.ndarray:
+    """Output features by warps, UNIT for each.
 
     Args:
         elements: (features,) how many each of them has.
+        line: neighbours that stay together, a power of two up to UNIT.
 
     Returns:
-        (n,) uint32, n a multiple of MOST_UNITS * UNIT: feature * GROUP + its place in its group, where features rise.
-        Numbers from ``features`` on fill the rest.
+        (n,) int32, n a multiple of MOST_UNITS * UNIT; numbers from ``features`` on fill it.
     """
     features = len(elements)
-    assert features < MOST, features
-    groups, size = round_up(features, GROUP), round_up(features, MOST_UNITS * UNIT)
-    elements = np.pad(np.asarray(elements, np.int64), (0, groups - features))
-    order = np.arange(size, dtype=np.uint32)
-    order = order * GROUP + order % GROUP
-    for first in range(0, groups, RANGE):
-        some = elements[first : first + RANGE]
-        for group, lines in enumerate(_shares(some.reshape(-1, LINE).sum(1), some.size // GROUP)):
-            mine = (np.sort(lines)[:, None] * LINE + np.arange(LINE)).reshape(-1)
-            places = np.concatenate(_shares(some[mine], GROUP // UNIT))
-            begin = first + GROUP * group
-            order[begin : begin + GROUP] = (first + mine[places]) * GROUP + places
-    return order
+    dealt, size = round_up(features, LEAST_UNITS * UNIT), round_up(features, MOST_UNITS * UNIT)
+    lines = np.pad(np.asarray(elements, np.int64), (0, dealt - features)).reshape(-1, line).sum(1)
+    order = np.arange(size, dtype=np.int32).reshape(-1, line)
+    for first in range(0, len(lines), RANGE // line):
+        some = lines[first : first + RANGE // line]
+        order[first : first + some.size] = order[first + _shares(some, some.size * line // UNIT)]
+    return order.reshape(-1)
 
 
-def _shares(loads: np.ndarray, count: int) -> list[np.ndarray]:
-    """Numbers of ``loads`` in ``count`` shares of one size, whose sums are about the same."""
+def _shares(loads: np.ndarray, count: int) -> np.ndarray:
+    """Numbers of ``loads``, in ``count`` shares of one size whose sums are about the same, share after share."""
     room = loads.size // count
     shares: list[list[int]] = [[] for _ in range(count)]
     least = [(0, share) for share in range(count)]
@@ -62,4 +58,4 @@ def _shares(loads: np.ndarray, count: int) -> list[np.ndarray]:
         shares[share].append(which)
         if len(shares[share]) < room:
             heapq.heappush(least, (load + int(loads[which]), share))
-    return [np.array(share) for share in shares]
+    return np.concatenate([sorted(share) for share in shares])

@@ -22,7 +22,7 @@
 // elements came through a ring in shared memory, eight steps ahead, and not into registers, gained a tenth.
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
-//   order     csb_order.py, or null                                          u32
+//   order     csb_order.py, or null: output features by units                int32
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
@@ -36,7 +36,7 @@
 //
 // Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
 // CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per
-// store: VEC, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+// store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -53,8 +53,7 @@ struct Problem {
 #endif
 };
 
-constexpr int UNIT = 16, GROUP = 64;  // output features of a warp, of four warps
-constexpr int GROUP_BYTES = 4 * (32 * (GROUP + 1) + GROUP);
+constexpr int UNIT = 16;  // output features of a warp
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
@@ -258,17 +257,12 @@ DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     }
 }
 
-// Which output features a warp has, and where each lies in its group of four warps.
+// The output features of a unit.
 struct Features {
-    const u32* __restrict__ order;
-    int unit;
+    const int* __restrict__ order;
+    int first;
 
-    __device__ __forceinline__ u32 word(int i) const {
-        const u32 slot = unit * UNIT + i;
-        return order ? __ldg(order + slot) : slot * GROUP + slot % GROUP;
-    }
-    __device__ __forceinline__ int operator[](int i) const { return static_cast<int>(word(i) / GROUP); }
-    __device__ __forceinline__ int place(int i) const { return static_cast<int>(word(i) % GROUP); }
+    __device__ __forceinline__ int operator[](int i) const { return order ? __ldg(order + first + i) : first + i; }
 };
 
 // Bias and ReLU.
@@ -286,36 +280,54 @@ DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, cons
 }
 
 #if FEATURES_LAST
-// Through shared memory features of a group come to lie side by side, 32 samples at a time, and whole sectors are
-// written; `window`: the group's, of GROUP_BYTES.
-DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
-                  const Features& features, float* window) {
-    constexpr int ROW = GROUP + 1;  // floats; lanes a row apart meet no bank twice
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, barrier = 2 + threadIdx.x / 128;
-    int* const lying = reinterpret_cast<int*>(window + 32 * ROW);
+// Four lanes swap fours of values: lane i gets the i-th four of each.
+DEVICE void swap_fours(float (&v)[UNIT]) {
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        warpgroup_sync(barrier);  // what was there has been read
-        if (j == 0 && lane < UNIT) lying[features.place(lane)] = features[lane];
+    for (int bit = 1; bit < 4; bit *= 2) {
+        const bool upper = threadIdx.x & bit;
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) window[lane * ROW + features.place(i)] = sum[i][j];
-        warpgroup_sync(barrier);
-        const int mine[2] = {lying[lane], lying[lane + 32]};
-#pragma unroll
-        for (int r = 0; r < 8; ++r) {
-            const int row = warp * 8 + r;
-            const i64 sample = tile + 32 * j + row;
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                if (sample < p.samples && mine[half] < p.features)
-                    y[sample * p.features + mine[half]] = window[row * ROW + 32 * half + lane];
+        for (int i = 0; i < UNIT; ++i) {
+            if (i / 4 & bit) continue;
+            const float given = upper ? v[i] : v[i + 4 * bit];
+            const float taken = __shfl_xor_sync(0xffffffffu, given, bit);
+            if (upper) v[i] = taken;
+            else v[i + 4 * bit] = taken;
         }
     }
 }
-#else
+
+#endif
+
 DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
-                  const Features& features, float*) {
-    const i64 sample = tile + threadIdx.x % 32 * VEC;
+                  const Features& features) {
+    const int lane = threadIdx.x % 32;
+#if FEATURES_LAST
+#pragma unroll
+    for (int j = 0; j < VEC; ++j) {
+        float v[UNIT];
+#pragma unroll
+        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
+        if constexpr (VEC_Y == 4) {
+            swap_fours(v);
+            const int first = features[lane % 4 * 4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
+                if (sample < p.samples && first < p.features)
+                    *reinterpret_cast<float4*>(y + sample * p.features + first) =
+                        make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+            }
+        } else {
+            const i64 sample = tile + 32 * j + lane;
+#pragma unroll
+            for (int i = 0; i < UNIT; ++i) {
+                const int feature = features[i];
+                if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
+            }
+        }
+    }
+#else
+    const i64 sample = tile + lane * VEC;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
@@ -329,11 +341,11 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
                 if (sample + j < p.samples) to[j] = sum[i][j];
         }
     }
-}
 #endif
+}
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const u32* __restrict__ order,
+csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units, const int* __restrict__ order,
                 const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
                 const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
@@ -381,10 +393,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             ring.advance();
         } while (!last);
         const int unit = tile % p.tiles_down * UNITS + warp;
-        const Features features = {order, unit};
+        const Features features = {order, unit * UNIT};
         if (bias || p.relu) finish(sum, bias, p, features);
-        unsigned char* const behind = stages + STAGES * (STAGE + NOTES + 16) + 32 + 4 * SAMPLES;
-        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features,
-              reinterpret_cast<float*>(behind + warp / 4 * GROUP_BYTES));
+        write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);
     }
 }

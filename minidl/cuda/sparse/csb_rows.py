@@ -12,24 +12,22 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import empty, zeros
+from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
-from minidl.cuda.sparse.csb_order import GROUP, UNIT
+from minidl.cuda.sparse.csb_order import RANGE, UNIT
 from minidl.precision import float32
-from minidl.shapes import Pair, ceil_div
+from minidl.shapes import Pair, ceil_div, round_up
 
 __all__ = ["WINDOW", "RowsTile", "applies", "choose_tile", "convolve", "lists", "matmul", "multiply"]
 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 HEADER = 10  # slots of a list before its values
-GROUP_BYTES = 4 * (32 * (GROUP + 1) + GROUP)  # of shared memory, through which a group's outputs go with features last
-LISTERS = 1024  # threads of csb_lists.cu
 FETCHERS = 128  # threads that fetch
-CAPACITIES = (1280, 2048, 3072, 3840, 6144, 7936)  # slots of a stage, to choose from: few, as each is a variant
+CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
 DEEP_BELOW = 0.12  # density up to which a stage is 128 summed features deep: rows of a list are short otherwise
@@ -64,12 +62,8 @@ class RowsTile(NamedTuple):
         x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
         return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
 
-    def other_bytes(self, features_last: bool) -> int:
-        """What does not go by stages: their end, pixels, outputs on their way."""
-        return 32 + 128 * self.vec + (self.units // 4 * GROUP_BYTES if features_last else 0)
-
     def shared_bytes(self, features_last: bool) -> int:
-        return self.stages * self.stage_bytes(features_last) + self.other_bytes(features_last)
+        return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -109,8 +103,7 @@ def choose_tile(
     slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    room = device.shared_per_block - 1024 - tile.other_bytes(features_last)
-    return tile._replace(stages=min(6, room // tile.stage_bytes(features_last)))
+    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
 
 
 def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
@@ -131,17 +124,20 @@ def lists(
     out, parts = ceil_div(features, wide), ceil_div(shape[0] if transposed else room, tile.part)
     steps = taps * parts
     assert order is None or order.size >= out * wide, (order.shape, shape)
-    # Values and what lies behind fours of them take a slot each at most; each unit may have a header and a pad.
-    slots = empty((indices.size + out * steps * tile.units * (HEADER + 1), 2), np.uint32)
-    assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
+    # Values and what lies behind fours of them take a slot each at most; each unit may have a header and pads.
+    shared = ceil_div(side, tile.part)
+    cells = taps * round_up(parts, shared) * ceil_div(features, RANGE)
+    count = shared * indices.size + cells * (RANGE // UNIT) * (HEADER + 2)
+    assert count < 2**32 and out * steps < 2**31, shape
+    slots = empty((count, 2), np.uint32)
     units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
         _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), features=features, steps=steps,
         parts=parts, room=room,
     )  # fmt: skip
     defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "PART": tile.part}
-    arrays = indptr, indices, values, order, slots, units, zeros(1, np.uint32)
-    launch("csb_lists", "csb_lists_kernel", out * steps, LISTERS, *arrays, problem, defines=defines)
+    arrays = indptr, indices, values, order, slots, units
+    launch("csb_lists", "csb_lists_kernel", out * steps, RANGE, *arrays, problem, defines=defines)
     return slots, units
 
 
@@ -149,9 +145,7 @@ def matmul(
     indptr: Any, indices: Any, values: Any, x: Any, y: Any, shape: Pair, side: int, transposed: bool,
     features_last: bool, bias: Any, relu: bool, order: Any = None, tile: RowsTile | None = None,
 ) -> None:  # fmt: skip
-    """Write the product to ``y``; x at any row pitch, nothing empty. ``order``: `csb_order.deal`'s, or None; ``tile``:
-    None chooses.
-    """
+    """Write the product to ``y``; x at any row pitch, nothing empty. ``order``: as `csb_matmul`."""
     count, length, _ = rows(x)
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
@@ -195,11 +189,11 @@ def multiply(
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
     vec_x = 1 if features_last else min(tile.vec, vector_width(x))
-    vec_y = 1 if features_last or samples % tile.vec else tile.vec
+    wide = 4 if features_last else tile.vec
     defines = {
         "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
-        "VEC_Y": vec_y, "PHASE": PHASES[phase],
+        "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.shared_bytes(features_last)
     grid = min(tiles, current_device().multiprocessors)
