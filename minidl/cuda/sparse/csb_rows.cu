@@ -34,9 +34,9 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), STAGES,
+// Macros: UNITS (4, 8, 16), VEC (1 to 4), PART (64, 128: summed features at a time), STAGES,
 // CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per
-// store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+// store: VEC unless 3, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -59,6 +59,8 @@ constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
 constexpr int PITCH = PART + 1;  // floats from sample to sample of x in shared memory, features last
 constexpr int PLANE = PART * 128;  // bytes of 32 samples of x, features first
+constexpr bool STRIDED = FEATURES_LAST || VEC % 2;  // a lane's samples are 32 apart, else neighbours
+constexpr int JUMP = FEATURES_LAST ? 128 * PITCH : PLANE;  // bytes between them
 constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
 constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
@@ -97,24 +99,27 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
 }
 #else
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int*) {
-    constexpr int ACROSS = SAMPLES / VEC_X, STEP = FETCHERS / ACROSS;
-    constexpr int BATCH = 8;  // copies whose bounds are known from one number
+    constexpr int ACROSS = 32 / VEC_X, STEP = FETCHERS / ACROSS, COPIES = PART / STEP;
+    constexpr int BATCH = COPIES < 8 ? COPIES : 8;  // copies whose bounds are known from one number
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    to += 128 * row + column / 32 * PLANE + column % 32 * 4;
-    const float* from = x + (feature + row) * p.x_pitch + sample + column;
+    const int left = p.depth - feature < PART ? p.depth - feature : PART;
     const i64 step = STEP * p.x_pitch;
-    const int left = p.depth - feature;
-    int there = (sample + column < p.samples ? left < PART ? left : PART : 0) - row;
-    static_assert(PART / STEP % BATCH == 0, "whole groups");
+    to += 128 * row + 4 * column;
+    x += (feature + row) * p.x_pitch + sample + column;
 #pragma unroll 1
-    for (int i = 0; i < PART / STEP; i += BATCH) {
+    for (int plane = 0; plane < VEC; ++plane) {
+        const float* from = x + 32 * plane;
+        int there = (sample + column + 32 * plane < p.samples ? left : 0) - row;
+#pragma unroll 1
+        for (int i = 0; i < COPIES; i += BATCH) {
 #pragma unroll
-        for (int g = 0; g < BATCH; ++g) {
-            copy_async<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
-            from += step;
+            for (int g = 0; g < BATCH; ++g) {
+                copy_async<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
+                from += step;
+            }
+            to += 128 * STEP * BATCH;
+            there -= STEP * BATCH;
         }
-        to += 128 * STEP * BATCH;
-        there -= BATCH * STEP;
     }
 }
 #endif
@@ -197,10 +202,10 @@ DEVICE u32 load_word(u32 from) {
 
 // VEC values of x of this lane's samples; `from`: the first.
 DEVICE void load_x(float (&v)[VEC], u32 from) {
-    if constexpr (FEATURES_LAST || VEC == 1) {
+    if constexpr (STRIDED) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * 128 * PITCH));
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * JUMP));
     } else if constexpr (VEC == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
     } else {
@@ -327,7 +332,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         }
     }
 #else
-    const i64 sample = tile + lane * VEC;
+    const i64 sample = tile + lane * (STRIDED ? 1 : VEC);
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
@@ -337,8 +342,10 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
             if (sample < p.samples) store<float, VEC>(to, sum[i]);
         } else {
 #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (sample + j < p.samples) to[j] = sum[i][j];
+            for (int j = 0; j < VEC; ++j) {
+                const int further = STRIDED ? 32 * j : j;
+                if (sample + further < p.samples) to[further] = sum[i][j];
+            }
         }
     }
 #endif
@@ -376,7 +383,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         return;
     }
     if constexpr (UNITS == 16) take_registers<104>();
-    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * VEC / 32 * PLANE + lane * VEC % 32 * 4;  // samples
+    constexpr int APART = STRIDED ? 1 : VEC;  // samples from lane to lane
+    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * APART / 32 * PLANE + lane * APART % 32 * 4;
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};

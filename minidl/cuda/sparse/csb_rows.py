@@ -91,7 +91,7 @@ def choose_tile(
     def cost(vec: int) -> float:
         return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
 
-    vec, *narrower = (v for v in ((4, 3, 2, 1) if features_last else (4, 2, 1)) if 32 * (v - 1) < samples)
+    vec, *narrower = (v for v in (4, 3, 2, 1) if 32 * (v - 1) < samples)
     for fewer in narrower:
         if cost(fewer) < CLEARLY * cost(vec):
             vec = fewer
@@ -188,8 +188,8 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
-    wide = 4 if features_last else tile.vec
+    vec_x = 1 if features_last else min(4, vector_width(x))
+    wide = 4 if features_last else 1 if tile.vec == 3 else tile.vec
     defines = {
         "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
