@@ -2,24 +2,22 @@
 // is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
 // A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
-// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages. Rows
-// of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps
-// multiplies its unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages;
+// lists that do not fit into a stage come in several, x with each. Each of UNITS warps multiplies its unit: a lane holds
+// 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each. Features first, x lies in planes of
+// 32 samples, so that a summed feature's byte times 128 is where it begins, which one instruction adds to an address.
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
-// lanes a row apart meet no bank twice; so nothing is ever transposed: transposing on the way, by copies of four bytes
-// or through registers, took 140 and 240 us where this takes some 120 (2048 x 2048 x 4096 at 98 %). Lists that do not
-// fit into a stage come in several, x with each.
-// Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
-// output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
-// lists of eight features to make room for it, changed nothing. Another kernel was worse, too: 32 samples and up to 1408
-// summed features in shared memory at a time, all output features in turn, four of them in lockstep, sorted by length,
-// so that lists have ten to fifty items and x is read once. It took 1.1 to 1.5 times as long (256 x 2304: up to 2.2), as
-// an item is then fetched for 32 samples, and 5 to 20 % of its items were pads.
-// Nor did it pay to give each lane an output feature of its own: x in rows of 32 samples, of which eight neighbouring
-// lanes read 16 bytes at eight different banks, features sorted by length, 512 summed ones and up to 1024 output features
-// at a time. Elements then cost no broadcast and x is read a quarter as often, but a thread block waits for the warp with
-// the longest rows: 196 us for 2048 x 2048 x 4096 at 98 % where this takes 108, and 1.3 times as long still at 80 %. That
-// elements came through a ring in shared memory, eight steps ahead, and not into registers, gained a tenth.
+// lanes a row apart meet no bank twice; so nothing is ever transposed.
+//
+// Tried and slower, on 2048 x 2048 x 4096 at 98 % where not said otherwise: rows of x by bulk copies, of which 512 bytes
+// take the engine some 70 cycles, and through registers; x transposed on the way, by copies of four bytes (1.2 times) or
+// through registers (2); a third stage (no gain). Lanes in two or four groups, each with a unit of its own and as much
+// fewer samples (1.3 and 1.7 times): a warp takes as long as its longest rows. 32 samples of up to 1408 summed features
+// in shared memory, all output features in turn, four in lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2):
+// an item is then fetched for 32 samples, and 5 to 20 % of them were pads. An output feature of its own for each lane (1.8
+// times): elements cost no broadcast, but a block waits for its longest rows. Output features dealt one by one with
+// FEATURES_LAST, and brought side by side through shared memory before they are written (1024 x 512 x 50176: 230 us
+// instead of 200).
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   order     csb_order.py, or null: output features by units                int32
@@ -35,8 +33,9 @@
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
 // Macros: UNITS (4, 8, 16), VEC (1 to 4), PART (64, 128: summed features at a time), STAGES,
-// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per
-// store: VEC unless 3, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
+// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats
+// per store: VEC unless 3, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no
+// x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
