@@ -18,8 +18,9 @@
 // Where lists lie follows from the block pointers: a value takes a slot at most, so the elements before a range and part
 // tell where its lists may begin (blocks that have SHARED parts count as often), and within it all sizes are known.
 // Elements are ranked by counting bits of a mask per output feature (integer atomicOr, whose order does not matter), so
-// both directions cost the same and the lists are the same on every run. When thread blocks took their places from a
-// counter, it had to be cleared before, which took longer than the reading.
+// both directions cost the same and the lists are the same on every run. Places taken from a counter, which had to be
+// cleared before, cost 2 us of 9.5 (2048 x 2048 at 98 %). On an H200 all this takes 6.6 to 8.8 us, latencies mostly: one
+// after the other order, pointers, indices, and pointers, indices and values again.
 // Grid: parts, those of summed features fastest. Bytes: 2 nnz min(features, RANGE) / OUT read from L2, 4 nnz more, and
 // 8 (nnz + pads) written.
 //

@@ -17,7 +17,7 @@
 // an item is then fetched for 32 samples, and 5 to 20 % of them were pads. An output feature of its own for each lane (1.8
 // times): elements cost no broadcast, but a block waits for its longest rows. Output features dealt one by one with
 // FEATURES_LAST, and brought side by side through shared memory before they are written (1024 x 512 x 50176: 230 us
-// instead of 200).
+// instead of 206).
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   order     csb_order.py, or null: output features by units                int32
