@@ -247,6 +247,7 @@ def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row
     layer = CSBConv2d.from_dense(cp.asnumpy(filters), padding=size // 2)
     pattern, values = layer.pattern.on(ops), ops.from_host(layer.at_pattern(cp.asnumpy(filters)))
     where = layer.pattern.shape, layer.pattern.side
+    order, back = layer.pattern.order(ops, False, True), layer.pattern.order(ops, True, True, size * size, c)
     rng = cp.random.default_rng(1)
     sets = min(8, input_sets(4 * n * h * w * (c + k), timer.cache_bytes))
     xs = [rng.standard_normal((n, h, w, c), dtype="float32") for _ in range(sets)]
@@ -266,9 +267,9 @@ def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row
     for tf32 in (0, 1):
         options = {**layer.geometry, "tf32": tf32}
         ours = {
-            "forward": [partial(ops.csb_conv2d, *pattern, values, x, *where, **options) for x in xs],
+            "forward": [partial(ops.csb_conv2d, *pattern, values, x, *where, **options, order=order) for x in xs],
             "backward_data": [
-                partial(ops.csb_conv2d_backward_data, *pattern, values, dy, xs[0].shape, *where, **options)
+                partial(ops.csb_conv2d_backward_data, *pattern, values, dy, xs[0].shape, *where, **options, order=back)
                 for dy in dys
             ],
             "backward_weight": [

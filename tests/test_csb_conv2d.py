@@ -48,10 +48,13 @@ class Case:
 
     def forward(self, x, bias=None, **options):
         arrays = *self.pattern, self.values, x, *self.place
+        options = {"order": self.layer.pattern.order(self.ops, False, True)} | options
         return self.ops.to_host(self.ops.csb_conv2d(*arrays, **self.geometry, bias=bias, **options))
 
     def backward_data(self, dy, **options):
         arrays = *self.pattern, self.values, dy, self.images, *self.place
+        _, r, s, channels = self.filters.shape
+        options = {"order": self.layer.pattern.order(self.ops, True, True, r * s, channels)} | options
         return self.ops.to_host(self.ops.csb_conv2d_backward_data(*arrays, **self.geometry, **options))
 
     def backward_weight(self, dy, x, out=None, **options):
@@ -183,7 +186,7 @@ def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage, tf3
 
 @pytest.mark.parametrize("stride", [1, 2])
 def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
-    """Also where thread blocks take large tiles, and several."""
+    """Also where thread blocks take large tiles, and several, and with output features as they lie."""
     from minidl.cuda.device import current_device
     from minidl.cuda.sparse.csb_routes import conv_routes, route
 
@@ -192,7 +195,7 @@ def test_routes_of_float32_give_the_same_bits(cuda_ops, rng, stride):
     found = []
     for name in conv_routes(64, np.dtype(float32), 0, current_device()):
         with route(name):
-            found.append((a.forward(x), a.backward_data(dy)))
+            found += [(a.forward(x), a.backward_data(dy)), (a.forward(x, order=None), a.backward_data(dy, order=None))]
     for other in found[1:]:
         for got, expected in zip(found[0], other, strict=True):
             np.testing.assert_array_equal(got, expected)

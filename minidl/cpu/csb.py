@@ -37,6 +37,7 @@ def csb_matmul(
     bias: Array | None = None,
     relu: bool = False,
     split: str | None = None,
+    order: Array | None = None,
 ) -> Array:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -45,6 +46,7 @@ def csb_matmul(
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
         split: has no meaning on a CPU and must be None.
+        order: of what GPUs share out; has no meaning on a CPU.
 
     Returns:
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits do not depend on

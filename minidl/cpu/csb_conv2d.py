@@ -33,6 +33,7 @@ def csb_conv2d(
     dilation: Pair,
     bias: Array | None = None,
     tf32: int = False,
+    order: Array | None = None,
 ) -> Array:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
@@ -43,6 +44,7 @@ def csb_conv2d(
         kernel, stride, padding, dilation: (height, width) pairs; the padding holds zeros.
         bias: (K,) float32.
         tf32: False, as in `minidl.cpu.conv2d`.
+        order: as in `minidl.cpu.csb_matmul`.
 
     Returns:
         (N, P, Q, K) dense, in the dtype of x. Sums in float32, in the order of (r, s, c), rounded once.
@@ -67,6 +69,7 @@ def csb_conv2d_backward_data(
     padding: Pair,
     dilation: Pair,
     tf32: int = False,
+    order: Array | None = None,
 ) -> Array:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`.
 

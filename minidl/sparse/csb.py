@@ -26,7 +26,7 @@ class CSBMatrix:
         X @ A.T,  X @ A                           # features last: X is (samples, features)
         A.sampled(dY, X)                          # (dY @ X.T) at the pattern only
 
-    ``A.T`` shares everything with ``A``: nothing is transposed, sorted or kept for it. ``X`` is row-major with any row
+    ``A.T`` shares everything with ``A``: nothing is transposed or sorted for it. ``X`` is row-major with any row
     pitch, in the dtype of the values, on their device; a column-major one is read as the other orientation. Sums are
     taken in float32 in a fixed order, so results are the same bits each time, with any number of threads, and in
     float32 in both orientations. Elements that are not stored are not multiplied: an infinity or NaN in ``X`` reaches
@@ -289,6 +289,7 @@ class CSBMatrix:
         return self._ops.csb_matmul(
             self.indptr, self.indices, self._data, x, self.pattern.shape, self.pattern.side,
             transposed=self._transposed, features_last=features_last, bias=bias, relu=relu, split=split,
+            order=self.pattern.order(self._ops, self._transposed, features_last),
         )  # fmt: skip
 
     def route(self, samples: int, *, features_last: bool = False, split: str | None = None) -> str:

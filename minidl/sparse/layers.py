@@ -96,6 +96,7 @@ class _CSBLayer(Layer):
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, features_last=True,
             bias=self.params.get("bias"), split=SPLITS[self.tf32],
+            order=self.pattern.order(self.ops, False, True),
         )  # fmt: skip
 
     def _backward_weight(self, dy: Any, x: Any) -> None:
@@ -115,7 +116,7 @@ class _CSBLayer(Layer):
         """(rows, out) -> (rows, in)."""
         return self.ops.csb_matmul(
             *self.pattern.on(self.ops), self.params["weight"], dy, *self._where, transposed=True, features_last=True,
-            split=SPLITS[self.tf32],
+            split=SPLITS[self.tf32], order=self.pattern.order(self.ops, True, True),
         )  # fmt: skip
 
     def describe(self) -> str:
@@ -277,6 +278,7 @@ class CSBConv2d(_CSBLayer):
         return self.ops.csb_conv2d(
             *self.pattern.on(self.ops), self.params["weight"], x, *self._where, **self.geometry,
             bias=self.params.get("bias"), tf32=self.tf32,
+            order=self.pattern.order(self.ops, False, True),
         )  # fmt: skip
 
     def backward_weight(self, dy: Any) -> None:
@@ -295,9 +297,10 @@ class CSBConv2d(_CSBLayer):
         assert add is None, "not declared in accepts_add"
         shape = self.saved().x.shape
         if not self._pointwise:
+            order = self.pattern.order(self.ops, True, True, prod(self.kernel_size), self.in_channels)
             return self.ops.csb_conv2d_backward_data(
                 *self.pattern.on(self.ops), self.params["weight"], dy, shape, *self._where, **self.geometry,
-                tf32=self.tf32,
+                tf32=self.tf32, order=order,
             )  # fmt: skip
         part = self._backward_data(dy.reshape(prod(dy.shape[:3]), dy.shape[3]))
         if self.stride == (1, 1):

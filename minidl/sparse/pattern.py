@@ -82,7 +82,7 @@ class CSBPattern:
         self._check()
         for array in (self.indptr, self.indices):
             array.setflags(write=False)
-        self._on: dict[tuple[str, type], tuple[Any, Any]] = {}
+        self._on: dict[tuple[Any, ...], Any] = {}
 
     def _check(self) -> None:
         """Refuse arrays that are no such pattern: kernels trust them."""
@@ -172,6 +172,31 @@ class CSBPattern:
         key = ops.name, ops.Array  # in a dry run the table's arrays are of another class, and empty
         if key not in self._on:
             self._on[key] = ops.from_host(self.indptr), ops.from_host(self.indices)
+        return self._on[key]
+
+    def order(
+        self, ops: ModuleType, transposed: bool, features_last: bool, taps: int = 1, features: int | None = None
+    ) -> Any | None:
+        """How a GPU shares output features among warps, so that all have as much to do: `csb_matmul`'s ``order``.
+
+        Found when it is first asked for and kept, 4 bytes a feature; None where the table's products need none.
+
+        Args:
+            transposed, features_last: of which product.
+            taps: of a convolution's kernel, each with as many columns; output features of its transposed product are
+                columns of a tap,
+            features: so many of them; None takes all.
+        """
+        if ops.name == "cpu":
+            return None
+        key = ops.name, ops.Array, transposed, features_last, taps, features
+        if key not in self._on:
+            from minidl.cuda.sparse.csb_order import deal, line
+
+            row, column = self.coordinates()
+            room = self.shape[1] // taps
+            which, count = (column % max(room, 1), features or room) if transposed else (row, self.shape[0])
+            self._on[key] = ops.from_host(deal(np.bincount(which, minlength=count), line(features_last)))
         return self._on[key]
 
     @cached_property

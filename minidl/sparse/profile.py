@@ -76,7 +76,8 @@ def profile_product(
         from minidl.cuda.sparse.csb_profile import parts_of
 
         where = a.pattern.shape, a.pattern.side, a.transposed, features_last, route, split
-        parts, uneven = parts_of(a.indptr, a.indices, a.data, x, *where)
+        order = a.pattern.order(ops, a.transposed, features_last)
+        parts, uneven = parts_of(a.indptr, a.indices, a.data, x, *where, order)
     whole = ms(lambda: a.matmul(x, **options))
     return ProductProfile(route, whole, {name: ms(call) for name, call in parts.items()}, uneven)
 

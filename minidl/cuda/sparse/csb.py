@@ -52,6 +52,7 @@ def csb_matmul(
     bias: Any | None = None,
     relu: bool = False,
     split: str | None = None,
+    order: Any | None = None,
 ) -> Any:
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
@@ -60,6 +61,7 @@ def csb_matmul(
         x: (features, samples), or (samples, features) with ``features_last``; the dtype of ``values``; any row pitch.
         bias: (output features,) float32.
         split: "tf32x3" or "bf16x3" allows float32 products as three TF32 or bfloat16 products, where they are faster.
+        order: of the output features, `minidl.sparse.CSBPattern.order`; who computes what, so it changes no bit.
 
     Returns:
         (output features, samples), or (samples, output features), dense, in the dtype of x. The bits of float32 depend
@@ -83,7 +85,7 @@ def csb_matmul(
     arrays = indptr, indices, values, x
     name = choose_route(product, current_device()) if depth else "generic"
     if name == "rows":
-        csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu)
+        csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, order)
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":

@@ -54,10 +54,12 @@ def csb_conv2d(
     dilation: Pair,
     bias: Any | None = None,
     tf32: int = False,
+    order: Any | None = None,
 ) -> Any:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
-    As `minidl.cpu.csb_conv2d`; ``tf32`` as in `minidl.cuda.convolution.conv2d`, a permission.
+    As `minidl.cpu.csb_conv2d`; ``tf32`` as in `minidl.cuda.convolution.conv2d`, a permission;
+    ``order`` as in `minidl.cuda.sparse.csb.csb_matmul`.
 
     Raises:
         ValueError: ``tf32`` of 16-bit arrays, or not 0, 1 or 3.
@@ -72,7 +74,7 @@ def csb_conv2d(
         filters = _filters(indptr, indices, values, shape, side, kernel, x.shape[3])
         return conv2d(x, filters, bias, **geometry, tf32=tf32)
     axes = tap_axes(x.shape[1:3], out, kernel, stride, padding, dilation)
-    return _product(name, indptr, indices, values, x, shape, side, axes, shape[0], False, bias, code)
+    return _product(name, indptr, indices, values, x, shape, side, axes, shape[0], False, bias, code, order)
 
 
 def csb_conv2d_backward_data(
@@ -89,6 +91,7 @@ def csb_conv2d_backward_data(
     padding: Pair,
     dilation: Pair,
     tf32: int = False,
+    order: Any | None = None,
 ) -> Any:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`."""
     code = _checked("csb_conv2d_backward_data", "values", values, dy, tf32)
@@ -100,7 +103,7 @@ def csb_conv2d_backward_data(
         filters = _filters(indptr, indices, values, shape, side, kernel, x_shape[3])
         return conv2d_backward_data(dy, filters, x_shape, **geometry, tf32=tf32)
     axes = tap_axes(dy.shape[1:3], x_shape[1:3], kernel, stride, padding, dilation, backward=True)
-    return _product(name, indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None, code)
+    return _product(name, indptr, indices, values, dy, shape, side, axes, x_shape[3], True, None, code, order)
 
 
 def csb_conv2d_backward_weight(
@@ -161,13 +164,13 @@ def _filters(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, ker
 
 def _product(
     name: str, indptr: Any, indices: Any, values: Any, source: Any, shape: Pair, side: int, axes: Axes, features: int,
-    transposed: bool, bias: Any, code: int,
+    transposed: bool, bias: Any, code: int, order: Any,
 ) -> Any:  # fmt: skip
     """The product whose samples are the places of the grid of ``axes`` in each image, by the route ``name``."""
     source = as_rows(source)
     y = empty((source.shape[0], axes[0][1], axes[1][1], features), source.dtype)
     if name == "rows":
-        csb_rows.convolve(indptr, indices, values, source, y, shape, side, transposed, axes, bias)
+        csb_rows.convolve(indptr, indices, values, source, y, shape, side, transposed, axes, bias, order)
         return y
     samples, depth, taps = prod(y.shape[:3]), source.shape[3], axes[0][2] * axes[1][2]
     across = ceil_div(shape[1], side)

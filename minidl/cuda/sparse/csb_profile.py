@@ -18,17 +18,17 @@ Parts = dict[str, Callable[[], Any]]
 
 def parts_of(
     indptr: Any, indices: Any, values: Any, x: Any, shape: Pair, side: int, transposed: bool, features_last: bool,
-    route: str, split: str | None,
+    route: str, split: str | None, order: Any,
 ) -> tuple[Parts, dict[str, float]]:  # fmt: skip
     """(calls that do a part of the product and nothing else, how uneven its work is), both by name.
 
     Args:
         route: one of `csb_routes.ROUTES`; those that find elements while they multiply have no parts.
-        split: as `minidl.cuda.sparse.csb.csb_matmul`.
+        split, order: as `minidl.cuda.sparse.csb.csb_matmul`.
     """
     arrays = indptr, indices, values
     if route == "rows":
-        return _rows(arrays, as_rows(x), shape, side, transposed, features_last)
+        return _rows(arrays, as_rows(x), shape, side, transposed, features_last, order)
     if route == "split":
         return {"index decode": lambda: csb_tensor.spread(*arrays, shape, side, transposed, split)}, {}
     if route == "dense":
@@ -37,20 +37,20 @@ def parts_of(
 
 
 def _rows(
-    arrays: tuple[Any, ...], x: Any, shape: Pair, side: int, transposed: bool, features_last: bool
+    arrays: tuple[Any, ...], x: Any, shape: Pair, side: int, transposed: bool, features_last: bool, order: Any
 ) -> tuple[Parts, dict[str, float]]:
     device, (features, depth) = current_device(), shape[::-1] if transposed else shape
     samples = x.shape[0 if features_last else 1]
     y = empty((samples, features) if features_last else (features, samples), x.dtype)
     tile = csb_rows.choose_tile(features, depth, samples, arrays[1].size / (features * depth), features_last, device)
 
-    def decode() -> tuple[Any, Any, Any]:
-        return csb_rows.lists(*arrays, shape, side, transposed, tile)
+    def decode() -> tuple[Any, Any]:
+        return csb_rows.lists(*arrays, order, shape, side, transposed, features, tile)
 
     made = decode()
 
     def phase(name: str) -> Callable[[], None]:
-        return lambda: csb_rows.multiply(tile, *made, x, y, features_last, None, False, name)
+        return lambda: csb_rows.multiply(tile, *made, order, x, y, features_last, None, False, name)
 
     tiles = ceil_div(features, tile.units * csb_rows.UNIT) * ceil_div(samples, 32 * tile.vec)
     uneven = {"warps": _uneven(made[1], tile.units), "rounds": round_up(tiles, device.multiprocessors) / tiles}

@@ -2,31 +2,29 @@
 // is the sum over its elements in the order of the summed index, by fused multiply-adds: the bits are those of csb.cu.
 //
 // A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
-// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages. Rows
-// of x by bulk copies were slower: 512 bytes take the engine some 70 cycles; through registers, too. Each of UNITS warps
-// multiplies its unit: a lane holds 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each.
+// time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages;
+// lists that do not fit into a stage come in several, x with each. Each of UNITS warps multiplies its unit: a lane holds
+// 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each. Features first, x lies in planes of
+// 32 samples, so that a summed feature's byte times 128 is where it begins, which one instruction adds to an address.
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
-// lanes a row apart meet no bank twice; so nothing is ever transposed: transposing on the way, by copies of four bytes
-// or through registers, took 140 and 240 us where this takes some 120 (2048 x 2048 x 4096 at 98 %). Lists that do not
-// fit into a stage come in several, x with each.
-// Lanes in two or four groups, each with a unit of its own and as much fewer samples, so that x is read for up to 1024
-// output features, were slower by a third and two thirds: a warp takes as long as its longest rows. A third stage, with
-// lists of eight features to make room for it, changed nothing. Another kernel was worse, too: 32 samples and up to 1408
-// summed features in shared memory at a time, all output features in turn, four of them in lockstep, sorted by length,
-// so that lists have ten to fifty items and x is read once. It took 1.1 to 1.5 times as long (256 x 2304: up to 2.2), as
-// an item is then fetched for 32 samples, and 5 to 20 % of its items were pads.
-// Nor did it pay to give each lane an output feature of its own: x in rows of 32 samples, of which eight neighbouring
-// lanes read 16 bytes at eight different banks, features sorted by length, 512 summed ones and up to 1024 output features
-// at a time. Elements then cost no broadcast and x is read a quarter as often, but a thread block waits for the warp with
-// the longest rows: 196 us for 2048 x 2048 x 4096 at 98 % where this takes 108, and 1.3 times as long still at 80 %. That
-// elements came through a ring in shared memory, eight steps ahead, and not into registers, gained a tenth.
+// lanes a row apart meet no bank twice; so nothing is ever transposed.
 //
-//   slots, units, order   csb_lists.cu                                       (8 bytes);  (unit, part);  (unit, run)
+// Tried and slower, on 2048 x 2048 x 4096 at 98 % where not said otherwise: rows of x by bulk copies, of which 512 bytes
+// take the engine some 70 cycles, and through registers; x transposed on the way, by copies of four bytes (1.2 times) or
+// through registers (2); a third stage (no gain). Lanes in two or four groups, each with a unit of its own and as much
+// fewer samples (1.3 and 1.7 times): a warp takes as long as its longest rows. 32 samples of up to 1408 summed features
+// in shared memory, all output features in turn, four in lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2):
+// an item is then fetched for 32 samples, and 5 to 20 % of them were pads. An output feature of its own for each lane (1.8
+// times): elements cost no broadcast, but a block waits for its longest rows. Output features dealt one by one with
+// FEATURES_LAST, and brought side by side through shared memory before they are written (1024 x 512 x 50176: 230 us
+// instead of 206).
+//
+//   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
+//   order     csb_order.py, or null: output features by units                int32
 //   x         feature * x_pitch + sample, or with FEATURES_LAST sample * x_pitch + feature        float32
 //   y         dense in the same orientation;  bias (features) or null                             float32
 //
-// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: STAGES * RowsTile.stage_bytes
-// + 32 + 4 * SAMPLES.
+// Grid: blocks that take tiles in turn, output features fastest. Dynamic shared memory: RowsTile.shared_bytes.
 // FLOP: 2 nnz samples. Bytes: 8 nnz per sample tile, x once per tile of output features, y once. The bound is shared
 // memory: 4 bytes of x and a share of the item per multiply-add, 0.22 of the float32 peak on sm_90.
 // After T. Gale et al., "Sparse GPU kernels for deep learning", SC 2020, and A. Buluç et al., SPAA 2009.
@@ -34,10 +32,10 @@
 // With CONV x is an image, the samples are the output pixels of a convolution (or of its data gradient), and a step is
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
-// Macros: UNITS (4, 8, 16), VEC (1, 2, 4; with FEATURES_LAST 3, too), PART (64, 128: summed features at a time), RUN
-// (csb_lists.cu), FOURS (of items), STAGES, CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X
-// (floats per copy of x), VEC_Y (floats per store: VEC, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1
-// multiplies nothing, 2 copies no x).
+// Macros: UNITS (4, 8, 16), VEC (1 to 4), PART (64, 128: summed features at a time), STAGES,
+// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats
+// per store: VEC unless 3, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no
+// x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
@@ -54,53 +52,76 @@ struct Problem {
 #endif
 };
 
-constexpr int UNIT = 16;
+constexpr int UNIT = 16;  // output features of a warp
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int PITCH = FEATURES_LAST ? PART + 1 : SAMPLES;  // floats from row to row of x in shared memory
-constexpr int SCALE = FEATURES_LAST ? 4 : 4 * SAMPLES;  // bytes from one summed feature to the next
-constexpr int X_BYTES = (FEATURES_LAST ? SAMPLES : PART) * PITCH * 4;
+constexpr int PITCH = PART + 1;  // floats from sample to sample of x in shared memory, features last
+constexpr int PLANE = PART * 128;  // bytes of 32 samples of x, features first
+constexpr bool STRIDED = FEATURES_LAST || VEC % 2;  // a lane's samples are 32 apart, else neighbours
+constexpr int JUMP = FEATURES_LAST ? 128 * PITCH : PLANE;  // bytes between them
+constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
+constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
+#if FEATURES_LAST
+// A warp fetches whole rows of samples, 32 features a copy, so that an address serves several: what a fetching warp can
+// do is bound by how fast it issues instructions. Samples beyond the last are others again, whose sums nobody writes.
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
 DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
-    constexpr int ACROSS = (FEATURES_LAST ? PART : SAMPLES) / VEC_X, DOWN = FEATURES_LAST ? SAMPLES : PART;
-    constexpr int STEP = FETCHERS / ACROSS;
-    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    to += 4 * (row * PITCH + column);
-#if CONV
-    const bool inside = feature + column < p.depth;
-#pragma unroll 8
-    for (int i = 0; i < DOWN / STEP; ++i) {
-        const int pixel = pixels[row + i * STEP];
-        copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * i, x + pixel * p.x_pitch + feature + column,
-                              inside && pixel >= 0);
-    }
-#else
-    constexpr int GROUP = 8;  // copies whose bounds are known from one number
-    const float* from = FEATURES_LAST ? x + (sample + row) * p.x_pitch + feature + column
-                                      : x + (feature + row) * p.x_pitch + sample + column;
-    const bool inside = FEATURES_LAST ? feature + column < p.depth : sample + column < p.samples;
-    const i64 left = FEATURES_LAST ? p.samples - sample : p.depth - feature, step = STEP * p.x_pitch;
-    int there = (inside ? static_cast<int>(left < DOWN ? left : DOWN) : 0) - row;
-    static_assert(DOWN / STEP % GROUP == 0, "whole groups");
-#pragma unroll 1
-    for (int i = 0; i < DOWN / STEP; i += GROUP) {
+    constexpr int COPIES = PART / 32, STEP = FETCHERS / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - UNITS;
+    bool inside[COPIES];
 #pragma unroll
-        for (int g = 0; g < GROUP; ++g) {
-            copy_async<4 * VEC_X>(to + 4 * PITCH * STEP * g, from, g * STEP < there);
-            from += step;
-        }
-        to += 4 * PITCH * STEP * GROUP;
-        there -= GROUP * STEP;
-    }
+    for (int c = 0; c < COPIES; ++c) inside[c] = feature + lane + 32 * c < p.depth;
+    to += 4 * (warp * PITCH + lane);
+    x += feature + lane;
+    const int left = (p.samples - sample < SAMPLES ? static_cast<int>(p.samples - sample) : SAMPLES) - warp;
+    const float* from = x + (left > 0 ? sample + warp : sample) * p.x_pitch;
+#pragma unroll 4
+    for (int i = 0; i < SAMPLES / STEP; ++i) {
+#if CONV
+        const int pixel = pixels[warp + i * STEP];
+        from = x + pixel * p.x_pitch;
+#else
+        constexpr int pixel = 0;
 #endif
+#pragma unroll
+        for (int c = 0; c < COPIES; ++c) copy_async<4>(to + 128 * c, from + 32 * c, inside[c] && pixel >= 0);
+        to += 4 * PITCH * STEP;
+        if ((i + 1) * STEP < left) from += STEP * p.x_pitch;
+    }
 }
+#else
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int*) {
+    constexpr int ACROSS = 32 / VEC_X, STEP = FETCHERS / ACROSS, COPIES = PART / STEP;
+    constexpr int BATCH = COPIES < 8 ? COPIES : 8;  // copies whose bounds are known from one number
+    const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
+    const int left = p.depth - feature < PART ? p.depth - feature : PART;
+    const i64 step = STEP * p.x_pitch;
+    to += 128 * row + 4 * column;
+    x += (feature + row) * p.x_pitch + sample + column;
+#pragma unroll 1
+    for (int plane = 0; plane < VEC; ++plane) {
+        const float* from = x + 32 * plane;
+        int there = (sample + column + 32 * plane < p.samples ? left : 0) - row;
+#pragma unroll 1
+        for (int i = 0; i < COPIES; i += BATCH) {
+#pragma unroll
+            for (int g = 0; g < BATCH; ++g) {
+                copy_async<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
+                from += step;
+            }
+            to += 128 * STEP * BATCH;
+            there -= STEP * BATCH;
+        }
+    }
+}
+#endif
 
 struct Fetch {
     u32 shared, notes, full, empty;
@@ -180,10 +201,10 @@ DEVICE u32 load_word(u32 from) {
 
 // VEC values of x of this lane's samples; `from`: the first.
 DEVICE void load_x(float (&v)[VEC], u32 from) {
-    if constexpr (FEATURES_LAST || VEC == 1) {
+    if constexpr (STRIDED) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * 128 * PITCH));
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * JUMP));
     } else if constexpr (VEC == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
     } else {
@@ -193,7 +214,8 @@ DEVICE void load_x(float (&v)[VEC], u32 from) {
     }
 }
 
-// The next COUNT items of one output feature: values from `from` on, summed features in bytes of a word.
+// The next COUNT items of one output feature: values from `from` on, summed features in bytes of a word. All loads start
+// before the first is waited for. A byte is picked, scaled and added to the address by one instruction.
 template <int COUNT>
 DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
     float weights[COUNT], values[COUNT][VEC];
@@ -203,55 +225,48 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
     if constexpr (COUNT % 2)
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], x + (indices >> 8 * k & 255) * SCALE);
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], __dp4a(indices, static_cast<u32>(SCALE) << 8 * k, x));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
         for (int v = 0; v < VEC; ++v) sum[v] = fmaf(weights[k], values[k][v], sum[v]);
 }
 
-// Rows of a list are short where matrices are sparse, and the issue of instructions is a bound of its own: items go by
-// fours (unless rows are shorter), by twos, then one, so that nothing is counted, moved or tested for a single item.
+// Rows of a list are short where matrices are sparse, so the issue of instructions and the latency of loads are bounds of
+// their own: items go by fours, and what is left together. Counts of four output features are read ahead; passing
+// through a shuffle they are known to be the same for all lanes, so that branches need no barriers of convergence.
 DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     u32 values = list + 8 * HEADER;
-    u32 counts = 0;  // of four output features
     u32 first = load_word(list + 16);  // four summed features of an output feature
+    u32 counts = __shfl_sync(0xffffffffu, load_word(list), 0), further = 0;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
-        if (i % 4 == 0) counts = load_word(list + i);
         u32 count = counts >> 8 * (i % 4) & 255, indices = first;
         if (i + 1 < UNIT) first = load_word(list + 20 + 4 * i);
-#if FOURS
+        if (i % 4 == 1 && i + 3 < UNIT) further = load_word(list + i + 3);
+        if (i % 4 == 2) further = __shfl_sync(0xffffffffu, further, 0);
+        if (i % 4 == 3) counts = further;
 #pragma unroll 1
-        while (count >= 4) {
-            u32 next = 0;
-            if (count > 4) next = load_word(values + 16);
+        for (; count >= 4; count -= 4) {
+            const u32 next = load_word(values + 16);
             take<4>(sum[i], values, indices, x);
-            values += count > 4 ? 24 : 16, count -= 4, indices = next;
+            values += 24, indices = next;
         }
-        if (count & 2) take<2>(sum[i], values, indices, x), values += 8, indices >>= 16;
-#else
-        bool second = false;  // of the twos of a four
-#pragma unroll 1
-        while (count >= 2) {
-            take<2>(sum[i], values, indices, x);
-            values += 8, count -= 2, indices >>= 16;
-            if (second && count > 0) indices = load_word(values), values += 8;
-            second = !second;
+        if (count & 2) {
+            if (count & 1) take<3>(sum[i], values, indices, x), values += 16;
+            else take<2>(sum[i], values, indices, x), values += 8;
+        } else if (count & 1) {
+            take<1>(sum[i], values, indices, x), values += 8;
         }
-#endif
-        if (count & 1) take<1>(sum[i], values, indices, x), values += 8;
     }
 }
 
 // The output features of a unit.
 struct Features {
-    const int* __restrict__ runs;  // the first of each RUN
-    int first;                     // with RUN 16
+    const int* __restrict__ order;
+    int first;
 
-    __device__ __forceinline__ int operator[](int i) const {
-        return RUN == UNIT ? first + i : __ldg(runs + i / RUN) + i % RUN;
-    }
+    __device__ __forceinline__ int operator[](int i) const { return order ? __ldg(order + first + i) : first + i; }
 };
 
 // Bias and ReLU.
@@ -284,7 +299,18 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
         }
     }
 }
-
+#else
+// Neighbours at once. In assembly, since the compiler takes such stores apart, an instruction for each value, to save
+// itself the moving of registers; each of these then writes a part of sixteen sectors.
+DEVICE void store_row(float* to, const float (&v)[VEC]) {
+    if constexpr (VEC == 4)
+        asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                     ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[VEC - 1]) : "memory");
+    else if constexpr (VEC == 2)
+        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[VEC - 1]) : "memory");
+    else
+        *to = v[0];
+}
 #endif
 
 DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
@@ -316,18 +342,20 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         }
     }
 #else
-    const i64 sample = tile + lane * VEC;
+    const i64 sample = tile + lane * (STRIDED ? 1 : VEC);
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
         if (feature >= p.features) continue;
         float* const to = y + feature * p.samples + sample;
         if constexpr (VEC_Y == VEC) {
-            if (sample < p.samples) store<float, VEC>(to, sum[i]);
+            if (sample < p.samples) store_row(to, sum[i]);
         } else {
 #pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (sample + j < p.samples) to[j] = sum[i][j];
+            for (int j = 0; j < VEC; ++j) {
+                const int further = STRIDED ? 32 * j : j;
+                if (sample + further < p.samples) to[further] = sum[i][j];
+            }
         }
     }
 #endif
@@ -365,6 +393,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         return;
     }
     if constexpr (UNITS == 16) take_registers<104>();
+    constexpr int APART = STRIDED ? 1 : VEC;  // samples from lane to lane
+    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * APART / 32 * PLANE + lane * APART % 32 * 4;
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
@@ -375,14 +405,13 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
             const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
             const u32 list = note[warp];
             last = note[UNITS];
-            if (PHASE != 1 && list != NONE)
-                multiply(sum, stage + list, stage + (FEATURES_LAST ? PITCH : VEC) * 4 * lane);
+            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + mine);
             __syncwarp();
             if (lane == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
         const int unit = tile % p.tiles_down * UNITS + warp;
-        const Features features = {order + unit * (UNIT / RUN), unit * UNIT};
+        const Features features = {order, unit * UNIT};
         if (bias || p.relu) finish(sum, bias, p, features);
         write(y, sum, p, i64(tile / p.tiles_down) * SAMPLES, features);
     }

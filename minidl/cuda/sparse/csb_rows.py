@@ -12,21 +12,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minidl.cuda.array import empty, zeros
+from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
+from minidl.cuda.sparse.csb_order import RANGE, UNIT
 from minidl.precision import float32
-from minidl.shapes import Pair, ceil_div
+from minidl.shapes import Pair, ceil_div, round_up
 
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
-UNIT = 16  # output features of a warp
 HEADER = 10  # slots of a list before its values
-RUN = {False: 4, True: 8}  # by features last, neighbours that are dealt together: features last, stores of 32 bytes
-SAVED = 0.08  # share of the time that dealing saves
-DEALING = 4.0, 1.6e-4  # microseconds that it takes, in all and for each element of a block's output features
 FETCHERS = 128  # threads that fetch
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
@@ -39,7 +36,7 @@ PHASES = {"all": 0, "loads": 1, "multiply-adds": 2}  # the macro PHASE
 AXIS = np.dtype([(name, np.int32) for name in ("size", "grid", "taps", "multiply", "start", "step", "divide")])
 WINDOW = np.dtype([("down", AXIS), ("across", AXIS), ("channels", np.int32), ("room", np.int32)])
 
-_LISTS = struct("", "rows columns across steps parts taps room")
+_LISTS = struct("", "rows columns across features steps parts room")
 _FIELDS = "x_pitch samples", "features depth units steps tiles_down tiles relu"
 _PROBLEM, _CONVOLUTION = struct(*_FIELDS), struct(_FIELDS[0], f"{_FIELDS[1]} parts", ("window", WINDOW))
 
@@ -50,20 +47,21 @@ class RowsTile(NamedTuple):
     units: int
     vec: int
     part: int
-    run: int
-    fours: bool
     capacity: int
     stages: int
 
     @property
     def unit_slots(self) -> int:
         """Of the longest list."""
-        return HEADER + UNIT * (self.part * 3 // 4 - 1)
+        return HEADER + UNIT * (self.part * 3 // 4)
 
     def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
         x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
         return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
+
+    def shared_bytes(self, features_last: bool) -> int:
+        return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -91,17 +89,16 @@ def choose_tile(
     def cost(vec: int) -> float:
         return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
 
-    vec, *narrower = (v for v in ((4, 3, 2, 1) if features_last else (4, 2, 1)) if 32 * (v - 1) < samples)
+    vec, *narrower = (v for v in (4, 3, 2, 1) if 32 * (v - 1) < samples)
     for fewer in narrower:
         if cost(fewer) < CLEARLY * cost(vec):
             vec = fewer
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
     part = 128 if density < DEEP_BELOW else 64
-    dealt = SAVED * cost(vec) > DEALING[0] + DEALING[1] * units * UNIT * depth * density
-    tile = RowsTile(units, vec, part, RUN[features_last] if dealt else UNIT, part * density >= 4, 0, 0)
-    items = part * density  # of a feature: half a slot each, and one between fours
-    slots = 0.5 * items + max(0.25 * (items - 2), 0) + 0.3
+    tile = RowsTile(units, vec, part, 0, 0)
+    items = part * density  # of a feature: half a slot each, and one behind each four
+    slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
     return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
@@ -117,48 +114,47 @@ def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
 
 
 def lists(
-    indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, tile: RowsTile, taps: int = 1
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """(slots, units, order) of csb_lists.cu."""
+    indptr: Any, indices: Any, values: Any, order: Any, shape: Pair, side: int, transposed: bool, features: int,
+    tile: RowsTile, taps: int = 1,
+) -> tuple[Any, Any]:  # fmt: skip
+    """(slots, units) of csb_lists.cu."""
     room, wide = shape[1] // taps, tile.units * UNIT
-    features, summed = (room, shape[0]) if transposed else (shape[0], room)
-    out, parts = ceil_div(features, wide), ceil_div(summed, tile.part)
+    out, parts = ceil_div(features, wide), ceil_div(shape[0] if transposed else room, tile.part)
     steps = taps * parts
-    # Values and what lies between them take a slot each at most; each unit may have a header and a pad.
-    slots = empty((indices.size + out * steps * tile.units * (HEADER + 1), 2), np.uint32)
-    assert slots.shape[0] < 2**32 and out * steps < 2**31, shape
+    assert order is None or order.size >= out * wide, (order.shape, shape)
+    # Values and what lies behind fours of them take a slot each at most; each unit may have a header and pads.
+    shared = ceil_div(side, tile.part)
+    cells = taps * round_up(parts, shared) * ceil_div(features, RANGE)
+    count = shared * indices.size + cells * (RANGE // UNIT) * (HEADER + 2)
+    assert count < 2**32 and out * steps < 2**31, shape
+    slots = empty((count, 2), np.uint32)
     units = empty((out * tile.units, steps, 2), np.uint32)
     problem = argument(
-        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), steps=steps, parts=parts, taps=taps,
-        room=room,
+        _LISTS, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), features=features, steps=steps,
+        parts=parts, room=room,
     )  # fmt: skip
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "RUN": tile.run, "PART": tile.part}
-    if tile.run == UNIT:
-        order, used = None, zeros(1, np.uint32)
-    else:
-        order, used = empty((out * tile.units, UNIT // tile.run), np.int32), empty(1, np.uint32)
-        launch("csb_lists", "csb_order_kernel", out, 1024, indptr, indices, order, used, problem, defines=defines)
-    arrays = indptr, indices, values, order, slots, units, used
-    launch("csb_lists", "csb_lists_kernel", out * steps, 2 * wide, *arrays, problem, defines=defines)
-    return slots, units, order
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "PART": tile.part}
+    arrays = indptr, indices, values, order, slots, units
+    launch("csb_lists", "csb_lists_kernel", out * steps, RANGE, *arrays, problem, defines=defines)
+    return slots, units
 
 
 def matmul(
     indptr: Any, indices: Any, values: Any, x: Any, y: Any, shape: Pair, side: int, transposed: bool,
-    features_last: bool, bias: Any, relu: bool, tile: RowsTile | None = None,
+    features_last: bool, bias: Any, relu: bool, order: Any = None, tile: RowsTile | None = None,
 ) -> None:  # fmt: skip
-    """Write the product to ``y``; x at any row pitch, nothing empty. ``tile``: None chooses."""
+    """Write the product to ``y``; x at any row pitch, nothing empty. ``order``: as `csb_matmul`."""
     count, length, _ = rows(x)
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
     tile = tile or choose_tile(features, depth, samples, density, features_last, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, tile)
-    multiply(tile, *made, x, y, features_last, bias, relu)
+    made = lists(indptr, indices, values, order, shape, side, transposed, features, tile)
+    multiply(tile, *made, order, x, y, features_last, bias, relu)
 
 
 def convolve(
     indptr: Any, indices: Any, values: Any, source: Any, y: Any, shape: Pair, side: int, transposed: bool,
-    axes: tuple[tuple[int, ...], ...], bias: Any, tile: RowsTile | None = None,
+    axes: tuple[tuple[int, ...], ...], bias: Any, order: Any = None, tile: RowsTile | None = None,
 ) -> None:  # fmt: skip
     """Write a convolution to ``y`` (N, P, Q, features), whose pixels are the grid of ``axes``.
 
@@ -169,9 +165,9 @@ def convolve(
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
     tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
-    made = lists(indptr, indices, values, shape, side, transposed, tile, taps)
+    made = lists(indptr, indices, values, order, shape, side, transposed, features, tile, taps)
     parts = made[1].shape[1] // taps
-    multiply(tile, *made, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
+    multiply(tile, *made, order, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
 def multiply(
@@ -190,15 +186,14 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = 1 if features_last else min(tile.vec, vector_width(x))
-    wide = 4 if features_last else tile.vec
+    vec_x = 1 if features_last else min(4, vector_width(x))
+    wide = 4 if features_last else 1 if tile.vec == 3 else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "RUN": tile.run, "FOURS": int(tile.fours),
-        "CAPACITY": tile.capacity, "STAGES": tile.stages, "FEATURES_LAST": int(features_last),
-        "CONV": int(bool(convolution)), "VEC_X": vec_x,
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
+        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
         "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
-    shared = tile.stages * tile.stage_bytes(features_last) + 32 + 128 * tile.vec
+    shared = tile.shared_bytes(features_last)
     grid = min(tiles, current_device().multiprocessors)
     arrays = slots, units, order, x, bias, y
     threads = 32 * tile.units + FETCHERS
