@@ -112,14 +112,14 @@ def _unet(batch: int = 32) -> list[Layer]:
 
 
 def _inverted(label: str, build: Callable[[], Graph], depthwise: bool, batch: int = 128) -> list[Layer]:
-    """The depthwise convolutions of a network, or all others."""
+    """The depthwise convolutions of a network, or all others but the gates of squeeze and excitation."""
     graph, layers = build(), []
     for node in graph.nodes:
         if isinstance(node.layer, Conv2d) and (node.layer.groups > 1) == depthwise:
             size, _, channels = graph.nodes[node.inputs[0]].shape
             kernel, stride = node.layer.kernel_size[0], node.layer.stride[0]
             layers.append(Layer(label, batch, size, channels, node.shape[-1], kernel, stride, 1, node.layer.groups))
-    return _merged(layers)
+    return _merged([layer for layer in layers if not layer.connected])
 
 
 def _grouped(batch: int = 128) -> list[Layer]:
