@@ -26,6 +26,7 @@ __all__ = [
     "bundled",
     "choose",
     "microseconds",
+    "moved",
     "normalizes",
     "options",
     "rows_first",
@@ -93,16 +94,16 @@ class WeightTile(NamedTuple):
 
 
 TILES = (
-    WeightTile(128, 128, (2, 1), 3, 2, 0.364),
-    WeightTile(128, 256, (2, 1), 4, 1, 0.693),
-    WeightTile(256, 128, (2, 1), 4, 1, 0.645),
-    WeightTile(128, 192, (2, 1), 5, 1, 0.461),
-    WeightTile(256, 192, (2, 1), 4, 1, 0.868),
-    WeightTile(64, 256, (1, 2), 5, 1, 0.311),
-    WeightTile(256, 64, (2, 1), 5, 1, 0.348),
+    WeightTile(128, 128, (2, 1), 3, 2, 0.374),
+    WeightTile(128, 256, (2, 1), 4, 1, 0.689),
+    WeightTile(256, 128, (2, 1), 4, 1, 0.638),
+    WeightTile(128, 192, (2, 1), 5, 1, 0.437),
+    WeightTile(256, 192, (2, 1), 4, 1, 0.903),
+    WeightTile(64, 256, (1, 2), 5, 1, 0.313),
+    WeightTile(256, 64, (2, 1), 5, 1, 0.358),
     WeightTile(128, 64, (2, 1), 4, 2, 0.195),
-    WeightTile(64, 128, (1, 2), 4, 2, 0.244),
-    WeightTile(64, 64, (1, 1), 6, 2, 0.095),
+    WeightTile(64, 128, (1, 2), 4, 2, 0.234),
+    WeightTile(64, 64, (1, 1), 6, 2, 0.092),
 )
 TF32_TILES = (
     WeightTile(256, 128, (2, 1), 4, 1, 1.1),
@@ -189,22 +190,23 @@ class _Candidate(NamedTuple):
     held: int
 
 
-# Fitted to times measured on an H200: all candidates at 33 random shapes, and what was chosen for ResNet-50, VGG-16 and
-# U-Net. All in microseconds, or what goes through in one: the start of a launch; until the pipeline of a block is
-# filled and when it is empty again; a stage, from the request until it has been multiplied; how much longer products of
-# a block take without another one beside it to hide its latencies; for each tile more of a block.
-_START, _FILLED, _LATENCY, _ALONE, _TURNED = 0.78, 1.96, 1.11, 1.43, 1.14
+# Fitted to times measured on an H200: all candidates at 137 random shapes and 24 layers of networks, what was chosen
+# for all of ResNet-50, VGG-16 and U-Net; the shapes of docs/tuning.md were left out. All in microseconds, or what goes
+# through in one: the start of a launch; until the pipeline of a block is filled and when it is empty again; a stage,
+# from the request until it has been multiplied; how much longer products of a block take without another one beside it
+# to hide its latencies; for each tile more of a block.
+_START, _FILLED, _LATENCY, _ALONE, _TURNED = 0.68, 1.79, 1.03, 1.39, 1.32
 # Bytes of the whole device; of the shorter of memory traffic and work, what the longer does not hide; values that a
 # multiprocessor writes of the gradient, and of partial sums.
-_MEMORY, _EXPOSED, _WRITTEN = 4.44e6, 0.14, (1.17e4, 1.10e5)
+_MEMORY, _EXPOSED, _WRITTEN = 4.49e6, 0.164, (1.0e4, 1.13e5)
 # Adding up the sums of a cluster, and of one of the halo kernel; the kernel that adds partial sums, and values of them.
-_MERGED, _SECOND, _SUMMED = (2.1, 2.8), 2.2, 6.6e5
+_MERGED, _SECOND, _SUMMED = (2.4, 3.3), 2.0, 5.6e5
 # Bytes in a microsecond that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
-_FETCHED = 1.34e6
+_FETCHED = 1.31e6
 # What the whole device copies into stages takes for a row of a block: as such, for each line more that it lies in, for
 # a row that starts within a sector (see `reads`); more for one with fewer channels than fill it, and more for one that
 # there is not, which is filled with zeros.
-_ROW, _CROSSING, _ODD, _SHORT, _NONE = 7.7e-6, 5.1e-6, 1.2e-5, 7.8e-6, 8.7e-6
+_ROW, _CROSSING, _ODD, _SHORT, _NONE = 7.64e-6, 4.94e-6, 1.19e-5, 8.0e-6, 9.5e-6
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
@@ -225,13 +227,17 @@ def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[
     return best.tile, best.division
 
 
-@functools.lru_cache(maxsize=1024)
 def microseconds(conv: Convolution, tf32: int = 0) -> float:
     """How long what `choose` says of `bundled` should take, on a chip as fast as an H200."""
     return min(_bundles(conv, tf32).values())
 
 
-@functools.lru_cache(maxsize=1024)
+def moved(conv: Convolution, tf32: int = 0) -> int:
+    """Bytes of x, as far as taps of one pixel see it, and of dy."""
+    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
+    return ROW_BYTES // span_of(tf32) * (read * conv.channels + conv.pixels * conv.out_channels)
+
+
 def bundled(conv: Convolution, tf32: int = 0) -> Convolution:
     """The convolution itself, or with groups taken together, as many as a block of a stage has room for, where that
     should be faster, though their products with each other's channels are not wanted (3x3 1024-1024 in 32 groups, 128
@@ -241,6 +247,7 @@ def bundled(conv: Convolution, tf32: int = 0) -> Convolution:
     return conv._replace(groups=min(bundles, key=lambda groups: bundles[groups]))
 
 
+@functools.lru_cache(maxsize=1024)
 def _bundles(conv: Convolution, tf32: int) -> dict[int, float]:
     """Numbers of groups, and microseconds with so many."""
     found, groups, span = {}, conv.groups, span_of(tf32)
@@ -430,8 +437,7 @@ def _microseconds(conv: Convolution, candidate: _Candidate, tf32: int = 0) -> fl
     busy = waves * wave(room) + (wave(left) if left else 0)
     if division.cluster > 1:
         busy += _MERGED[isinstance(tile, HaloTile)]
-    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = ROW_BYTES // span_of(tf32) * (read * conv.channels + conv.pixels * conv.out_channels)
+    memory = moved(conv, tf32)
     memory *= (1 + (division.tiles - 1) * max(0.0, 1 - _KEPT / memory)) / _MEMORY
     time = _START + max(busy, memory) + _EXPOSED * min(busy, memory)
     if several:
