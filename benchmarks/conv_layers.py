@@ -1,4 +1,4 @@
-"""Every distinct convolution of the networks that bench_conv.py measures."""
+"""What bench_conv.py and its neighbours import: every distinct convolution of the networks that they measure."""
 
 from __future__ import annotations
 
