@@ -206,7 +206,7 @@ _FETCHED = 1.31e6
 # What the whole device copies into stages takes for a row of a block: as such, for each line more that it lies in, for
 # a row that starts within a sector (see `reads`); more for one with fewer channels than fill it, and more for one that
 # there is not, which is filled with zeros.
-_ROW, _CROSSING, _ODD, _SHORT, _NONE = 7.64e-6, 4.94e-6, 1.19e-5, 8.0e-6, 9.5e-6
+_ROW, _CROSSING, _ODD, _PARTIAL, _NONE = 7.64e-6, 4.94e-6, 1.19e-5, 8.0e-6, 9.5e-6
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
@@ -369,7 +369,7 @@ def _block(channels: int, summed: int, span: int) -> float:
     """
     lines, odd = reads(channels, ROW_BYTES // span)
     short = (summed % span > 0) / ceil_div(summed, span)
-    return span * (_ROW + _CROSSING * lines + _ODD * odd + _SHORT * short)
+    return span * (_ROW + _CROSSING * lines + _ODD * odd + _PARTIAL * short)
 
 
 def _fetch(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, down: bool = False) -> float:
@@ -400,7 +400,8 @@ def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Divi
     counts = {1, full, 2 * full} | (set(range(2, ROUNDS + 1)) if finely and full < 2 else set())
     while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
         full //= 2
-        counts.add(full)
+        if resident > 1 or steps < SHORT * full:  # longer ones want all multiprocessors
+            counts.add(full)
     divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
     return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
 
