@@ -7,18 +7,20 @@ grouped ones and fully connected layers: every distinct layer in each of its thr
 On a GPU the peer is cuDNN: channels_last memory, cudnn.benchmark; of fully connected layers also cuBLAS. Our weight
 gradients are float32, theirs of the operands' type: in 16 bits of fully connected layers, where writing them takes most
 of the time, cuBLAS with a float32 result is the peer that counts. On the CPU it is oneDNN with as many threads, in
-channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Every timed
-output is compared with the peer's. First stands what loses the networks most time. A --batch is told in the names.
+channels_last and in contiguous NCHW memory; the sides take turns, so that drift of the machine meets all. Of every
+timed output a part is held against float64, the peer's beside it. First stands what loses the networks most time. A
+--batch is told in the names.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,25 +30,40 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from minidl import backend, cuda, models
+from benchmarks.conv_layers import NETWORKS, Layer
+from minidl import backend, cuda
 from minidl.cpu import _conv2d
-from minidl.graph import Graph
-from minidl.layers import Conv2d
+from minidl.cuda import nvrtc
+from minidl.cuda.device import current_device
+from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = ["NETWORKS", "PASSES", "PRECISIONS", "Arrays", "Layer", "checked", "floor_ms", "main", "passes_of", "row_of"]
+__all__ = [
+    "PASSES",
+    "PRECISIONS",
+    "Arrays",
+    "checked",
+    "compile_ahead",
+    "floor_ms",
+    "main",
+    "passes_of",
+    "row_of",
+]
 
 PASSES = ("forward", "backward_data", "backward_weight")
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
+CHECKED = 10**10  # FLOP in float64 that check an output
 
 
 class Precision(NamedTuple):
-    """``tflops``: dense arithmetic rate of an H200 (data sheet). ``bound``: error against the peer, of the largest."""
+    """``tflops``: dense arithmetic rate of an H200 (data sheet). ``bound``: error of what is written in this type,
+    against float64, of the largest value.
+    """
 
     dtype: np.dtype
     tf32: int
@@ -55,155 +72,12 @@ class Precision(NamedTuple):
 
 
 PRECISIONS = {
-    "bf16": Precision(bfloat16, 0, 989.0, 1e-2),
-    "fp16": Precision(float16, 0, 989.0, 2e-3),
+    "bf16": Precision(bfloat16, 0, 989.0, 5e-3),
+    "fp16": Precision(float16, 0, 989.0, 6e-4),
     "tf32": Precision(float32, 1, 494.0, 2e-3),
     "tf32x3": Precision(float32, 3, 494.0 / 3, 2e-5),
     "fp32": Precision(float32, 0, 67.0, 2e-5),
 }
-
-
-@dataclass(frozen=True)
-class Layer:
-    """A square convolution: images of size x size, ``count`` times in its network; padded by half of its kernel."""
-
-    network: str
-    batch: int
-    size: int
-    channels: int
-    filters: int
-    kernel: int
-    stride: int
-    count: int
-    groups: int = 1
-
-    @property
-    def name(self) -> str:
-        stride = f"/{self.stride}" if self.stride > 1 else ""
-        groups = f" in {self.groups}" if self.groups > 1 else ""
-        return f"{self.network} {self.kernel}x{self.kernel}{stride} {self.channels}-{self.filters}{groups} @{self.size}"
-
-    @property
-    def padding(self) -> int:
-        return self.kernel // 2
-
-    @property
-    def out_size(self) -> int:
-        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
-
-    @property
-    def flop(self) -> int:
-        return 2 * self.batch * self.out_size**2 * self.filters * self.channels // self.groups * self.kernel**2
-
-    def bytes(self, itemsize: int) -> int:
-        """Of the images on both sides; of a fully connected layer the weights, too, which are most of them."""
-        weights = self.channels * self.filters if self.connected else 0
-        return itemsize * (self.batch * (self.size**2 * self.channels + self.out_size**2 * self.filters) + weights)
-
-    @property
-    def connected(self) -> bool:
-        """A fully connected layer: images of one pixel."""
-        return self.size == 1
-
-
-def _resnet18(batch: int = 256) -> list[Layer]:
-    layers = [Layer("ResNet-18", batch, 224, 3, 64, 7, 2, 1), Layer("ResNet-18", batch, 56, 64, 64, 3, 1, 4)]
-    for width, size in ((128, 56), (256, 28), (512, 14)):
-        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 3, 2, 1))
-        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 1, 2, 1))
-        layers.append(Layer("ResNet-18", batch, size // 2, width, width, 3, 1, 3))
-    return layers
-
-
-def _resnet50(batch: int = 256) -> list[Layer]:
-    """Stride in the 3x3 convolution of a stage's first block."""
-    layers = [Layer("ResNet-50", batch, 224, 3, 64, 7, 2, 1)]
-    channels, size = 64, 56
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        stride = 1 if width == 64 else 2
-        inner = size // stride
-        layers.append(Layer("ResNet-50", batch, size, channels, width, 1, 1, 1))
-        layers.append(Layer("ResNet-50", batch, size, width, width, 3, stride, 1))
-        layers.append(Layer("ResNet-50", batch, size, channels, 4 * width, 1, stride, 1))
-        layers.append(Layer("ResNet-50", batch, inner, width, 4 * width, 1, 1, blocks))
-        layers.append(Layer("ResNet-50", batch, inner, 4 * width, width, 1, 1, blocks - 1))
-        layers.append(Layer("ResNet-50", batch, inner, width, width, 3, 1, blocks - 1))
-        channels, size = 4 * width, inner
-    return _merged(layers)
-
-
-def _vgg16(batch: int = 64) -> list[Layer]:
-    layers, channels, size = [], 3, 224
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers.append(Layer("VGG-16", batch, size, channels, width, 3, 1, 1))
-            channels = width
-        size //= 2
-    return _merged(layers)
-
-
-def _unet(batch: int = 32) -> list[Layer]:
-    """Padded 3x3 convolutions, five levels; the way up reads the skip and the upsampled half side by side."""
-    layers, widths, size = [], (64, 128, 256, 512, 1024), 256
-    channels = 3
-    for level, width in enumerate(widths):
-        layers.append(Layer("U-Net", batch, size >> level, channels, width, 3, 1, 1))
-        layers.append(Layer("U-Net", batch, size >> level, width, width, 3, 1, 1 if level == 4 else 2))
-        if level < 4:
-            layers.append(Layer("U-Net", batch, size >> level, 2 * width, width, 3, 1, 1))
-        channels = width
-    return _merged([*layers, Layer("U-Net", batch, size, widths[0], 2, 1, 1, 1)])
-
-
-def _inverted(label: str, build: Callable[[], Graph], depthwise: bool, batch: int = 128) -> list[Layer]:
-    """The depthwise convolutions of a network, or all others."""
-    graph, layers = build(), []
-    for node in graph.nodes:
-        if isinstance(node.layer, Conv2d) and (node.layer.groups > 1) == depthwise:
-            size, _, channels = graph.nodes[node.inputs[0]].shape
-            kernel, stride = node.layer.kernel_size[0], node.layer.stride[0]
-            layers.append(Layer(label, batch, size, channels, node.shape[-1], kernel, stride, 1, node.layer.groups))
-    return _merged(layers)
-
-
-def _grouped(batch: int = 128) -> list[Layer]:
-    """ResNeXt-50 32x4d and 32x8d's, AlexNet's, ShuffleNet's, and widths of groups that fill no vector."""
-    layers, size = [], 56
-    for width, blocks in ((128, 3), (256, 4), (512, 6), (1024, 3)):
-        if width > 128:
-            layers.append(Layer("ResNeXt", batch, size, width, width, 3, 2, 1, 32))
-            size //= 2
-        layers.append(Layer("ResNeXt", batch, size, width, width, 3, 1, blocks - (width > 128), 32))
-    layers.append(Layer("ResNeXt", batch, 7, 2048, 2048, 3, 1, 2, 32))
-    layers.append(Layer("AlexNet", batch, 27, 96, 256, 5, 1, 1, 2))
-    layers.append(Layer("AlexNet", batch, 13, 384, 384, 3, 1, 1, 2))
-    layers.append(Layer("ShuffleNet", batch, 28, 240, 240, 1, 1, 1, 3))
-    layers += [Layer("odd", batch, 28, channels, channels, 3, 1, 1, 32) for channels in (64, 192, 320, 384)]
-    return layers
-
-
-def _connected(batch: int | None = None) -> list[Layer]:
-    """The fully connected layers of VGG-16 and ResNet-50."""
-    sizes = [("VGG-16", 64, 25088, 4096), ("VGG-16", 64, 4096, 4096), ("VGG-16", 64, 4096, 1000)]
-    sizes += [("ResNet-50", 256, 2048, 1000), ("ResNet-50", 32, 2048, 1000)]
-    return [Layer(f"Linear of {name}", batch or images, 1, c, k, 1, 1, 1) for name, images, c, k in sizes]
-
-
-def _merged(layers: list[Layer]) -> list[Layer]:
-    counts: dict[Layer, int] = {}
-    for layer in layers:
-        key = replace(layer, count=0)
-        counts[key] = counts.get(key, 0) + layer.count
-    return [replace(key, count=count) for key, count in counts.items()]
-
-
-NETWORKS: dict[str, Callable[..., list[Layer]]] = {
-    "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet,
-    "mobilenet_v2": partial(_inverted, "MobileNetV2", models.mobilenet_v2, True),
-    "mobilenet_v2_1x1": partial(_inverted, "MobileNetV2", models.mobilenet_v2, False),
-    "efficientnet_b0": partial(_inverted, "EfficientNet-B0", models.efficientnet_b0, True),
-    "grouped": _grouped, "connected": _connected,
-}  # fmt: skip
 
 
 def floor_ms(layer: Layer, precision: Precision, bandwidth: float) -> float:
@@ -223,9 +97,9 @@ class Arrays:
         def draw(*shape: int) -> Any:
             return torch.randn(shape, device=device).to(kind)
 
-        n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
-        self.x, self.dy = [draw(n, h, h, c) for _ in range(sets)], [draw(n, p, p, k) for _ in range(sets)]
-        filters = [draw(k, r, r, c // layer.groups) for _ in range(sets if layer.connected else 1)]
+        x, dy, w = layer.shapes
+        self.x, self.dy = [draw(*x) for _ in range(sets)], [draw(*dy) for _ in range(sets)]
+        filters = [draw(*w) for _ in range(sets if layer.connected else 1)]
         self.w, self.ws = filters[0], [filters[i % len(filters)] for i in range(sets)]
 
     def array(self, tensor: Any) -> Any:
@@ -239,42 +113,25 @@ class Arrays:
         return cupy.from_dlpack(bits).view(dtype)
 
     def ours(self, which: str) -> list[Callable[[], Any]]:
-        layer, ops = self.layer, self.ops
-        stride, padding = (layer.stride,) * 2, (layer.padding,) * 2
-        options = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": layer.groups}
-        options["tf32"] = self.precision.tf32
         sets = [tuple(map(self.array, arrays)) for arrays in zip(self.x, self.dy, self.ws, strict=True)]
-        if which == "forward":
-            return [partial(ops.conv2d, x, w, **options) for x, _, w in sets]
-        if which == "backward_data":
-            return [partial(ops.conv2d_backward_data, dy, w, x.shape, **options) for x, dy, w in sets]
-
-        def weight(dy: Any, x: Any, out: Any) -> Any:
-            ops.conv2d_backward_weight(dy, x, **options, out=out)
-            return out
-
-        return [partial(weight, dy, x, ops.empty(w.shape, np.float32)) for x, dy, w in sets]
+        return [_call(self.ops, self.layer, self.precision, which, *arrays) for arrays in sets]
 
     def peer(self, which: str, contiguous: bool = False) -> list[Callable[[], Any]]:
         """In channels_last memory, or in contiguous NCHW."""
-        torch, layer = _torch(), self.layer
 
         def placed(tensor: Any) -> Any:
             return _nchw(tensor).contiguous() if contiguous else _nchw(tensor)
 
-        xs, dys, ws = ([placed(one) for one in some] for some in (self.x, self.dy, self.ws))
-        stride, padding = [layer.stride] * 2, [layer.padding] * 2
+        sets = [tuple(map(placed, arrays)) for arrays in zip(self.x, self.dy, self.ws, strict=True)]
+        return [partial(self._by_peer, which, *arrays) for arrays in sets]
+
+    def _by_peer(self, which: str, x: Any, dy: Any, w: Any) -> Any:
+        stride, padding, groups = [self.layer.stride] * 2, [self.layer.padding] * 2, self.layer.groups
         if which == "forward":
-            conv2d = torch.nn.functional.conv2d
-            return [partial(conv2d, x, w, None, stride, padding, 1, layer.groups) for x, w in zip(xs, ws, strict=True)]
+            return _torch().nn.functional.conv2d(x, w, None, stride, padding, 1, groups)
         mask = [which == "backward_data", which == "backward_weight", False]
-        wanted = mask.index(True)
-
-        def backward(dy: Any, x: Any, w: Any) -> Any:
-            arguments = (stride, padding, [1, 1], False, [0, 0], layer.groups, mask)
-            return torch.ops.aten.convolution_backward(dy, x, w, None, *arguments)[wanted]
-
-        return [partial(backward, *arrays) for arrays in zip(dys, xs, ws, strict=True)]
+        arguments = (stride, padding, [1, 1], False, [0, 0], groups, mask)
+        return _torch().ops.aten.convolution_backward(dy, x, w, None, *arguments)[mask.index(True)]
 
     def products(self, which: str, **options: Any) -> list[Callable[[], Any]]:
         """The peer's matrix products of a fully connected layer. ``options``: of torch.mm."""
@@ -287,13 +144,51 @@ class Arrays:
             return [partial(mm, dy, w) for _, dy, w in sets]
         return [partial(mm, dy.t(), x) for x, dy, _ in sets]
 
-    def error(self, ours: Any, peer: Any) -> float:
-        """Largest difference, relative to the largest value; NaN or infinity when ours is not finite."""
-        torch = _torch()
+    def errors(self, which: str, ours: Any, peer: Any) -> tuple[float, float]:
+        """How far ours and the peer's result for the last operands are from that in float64, at most, relative to its
+        largest value; not finite where they are not. Of images, or of a weight gradient's filters, some are computed.
+        """
+        torch, layer, weight = _torch(), self.layer, which == "backward_weight"
+        every, all_of = slice(None, None, max(1, layer.flop // CHECKED)), slice(None)
+        images, filters = (all_of, every if layer.groups == 1 else all_of) if weight else (every, all_of)
+        operands = self.x[-1][images], self.dy[-1][images][..., filters], self.ws[-1][filters]
+        cudnn, tried = torch.backends.cudnn, torch.backends.cudnn.benchmark
+        cudnn.benchmark = False  # trying kernels out for one call takes longer than the call
+        expected = self._by_peer(which, *(_nchw(one).double() for one in operands)).permute(0, 2, 3, 1)
+        cudnn.benchmark, largest = tried, expected.abs().max()
         kind = torch.float32 if ours.dtype == float32 else self.w.dtype
         mine = torch.from_dlpack(ours.view({2: np.int16, 4: np.int32}[ours.dtype.itemsize])).view(kind)
-        theirs = peer.permute(0, 2, 3, 1)
-        return float((mine.float() - theirs.float()).abs().max() / theirs.float().abs().max())
+        part = filters if weight else images
+        found = (one[part].double() for one in (mine, peer.permute(0, 2, 3, 1)))
+        return tuple(float((one - expected).abs().max() / largest) for one in found)
+
+
+def _call(ops: Any, layer: Layer, precision: Precision, which: str, x: Any, dy: Any, w: Any) -> Callable[[], Any]:
+    """Our call for a pass."""
+    options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1)}
+    options |= {"groups": layer.groups, "tf32": precision.tf32}
+    if which == "forward":
+        return partial(ops.conv2d, x, w, **options)
+    if which == "backward_data":
+        return partial(ops.conv2d_backward_data, dy, w, x.shape, **options)
+    out = ops.empty(w.shape, np.float32)
+
+    def weight() -> Any:
+        ops.conv2d_backward_weight(dy, x, **options, out=out)
+        return out
+
+    return weight
+
+
+def compile_ahead(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
+    """All of our kernels that will run on a GPU, by several processes."""
+    device = current_device()
+    with dry_run(device) as log:
+        for layer, name in itertools.product(layers, names):
+            arrays = [cuda.empty(shape, PRECISIONS[name].dtype) for shape in layer.shapes]
+            for which in passes_of(layer, wanted):
+                _call(cuda, layer, PRECISIONS[name], which, *arrays)()
+    nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
 
 
 def _torch() -> Any:
@@ -320,7 +215,7 @@ def _measure(
     rows = []
     for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
-        error = checked(arrays, name, which, ours[-1](), peer[-1]())
+        errors = checked(arrays, name, which, ours[-1](), peer[-1]())
         budget = Budget(samples, seconds=math.inf)
         mine, peers = DeviceTimer().replayed(ours, budget), {"cudnn": peer}
         if layer.connected:
@@ -329,7 +224,7 @@ def _measure(
                 peers[SAME] = arrays.products(which, out_dtype=_torch().float32)
         theirs = {name: time_calls(calls, budget, "replayed", "cuda") for name, calls in peers.items()}
         floor = floor_ms(layer, precision, bandwidth)
-        rows.append(row_of(layer, name, which, error, mine, theirs) | {"floor_ms": floor})
+        rows.append(row_of(layer, name, which, errors, mine, theirs) | {"floor_ms": floor})
         del ours, peer, peers
         cupy.get_default_memory_pool().free_all_blocks()
         _torch().cuda.empty_cache()
@@ -340,10 +235,10 @@ def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) ->
     arrays, rows = Arrays(layer, PRECISIONS[name], 1, "cpu"), []
     for which in passes_of(layer, wanted):
         (ours,), (last,), (contiguous,) = arrays.ours(which), arrays.peer(which), arrays.peer(which, contiguous=True)
-        error = checked(arrays, name, which, ours(), last())
+        errors = checked(arrays, name, which, ours(), last())
         calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
         times = _by_turns(calls, samples)
-        row = row_of(layer, name, which, error, times.pop("minidl"), times)
+        row = row_of(layer, name, which, errors, times.pop("minidl"), times)
         rows.append(row | _work_space(ours))
     return rows
 
@@ -386,22 +281,25 @@ def passes_of(layer: Layer, wanted: list[str]) -> list[str]:
     return [which for which in wanted if which != "backward_data" or layer.channels > 3]
 
 
-def checked(arrays: Arrays, name: str, which: str, ours: Any, peer: Any) -> float:
-    """The error against the peer, refused when it is more than a rounding error."""
-    error, bound = arrays.error(ours, peer), PRECISIONS[name].bound
-    if not error <= bound:
-        raise AssertionError(f"{arrays.layer.name} {which} {name}: {error:.1e} off the peer, more than {bound}")
-    return error
+def checked(arrays: Arrays, name: str, which: str, ours: Any, peer: Any) -> tuple[float, float]:
+    """The errors of both, ours refused when it is more than a rounding error of its type."""
+    written = "fp32" if ours.dtype == float32 and PRECISIONS[name].dtype != float32 else name
+    errors, bound = arrays.errors(which, ours, peer), PRECISIONS[written].bound
+    if not errors[0] <= bound:
+        raise AssertionError(f"{arrays.layer.name} {which} {name}: {errors[0]:.1e} off float64, more than {bound}")
+    return errors
 
 
-def row_of(layer: Layer, name: str, which: str, error: float, ours: Timing, peers: dict[str, Timing]) -> dict[str, Any]:
+def row_of(
+    layer: Layer, name: str, which: str, errors: tuple[float, float], ours: Timing, peers: dict[str, Timing]
+) -> dict[str, Any]:
     peers_ms, beside = {peer: timing.ms for peer, timing in peers.items()}, {"beside": SAME} if SAME in peers else {}
     best = peers[beside.get("beside", min(peers_ms, key=peers_ms.__getitem__))]
     return beside | {
         "case": layer.name, "pass": which, "dtype": name, "arm": "minidl", "ms": ours.ms, "spread": ours.spread,
         "min_ms": ours.min_ms, "floor_ms": None, "tflops": layer.flop / ours.ms * 1e-9,
-        "count": layer.count, "batch": layer.batch,
-        "error": error, "peers": peers_ms, "peer_spread": best.spread, "peer_min_ms": best.min_ms,
+        "count": layer.count, "batch": layer.batch, "error": errors[0], "peer_error": errors[1],
+        "peers": peers_ms, "peer_spread": best.spread, "peer_min_ms": best.min_ms,
     }  # fmt: skip
 
 
@@ -425,7 +323,7 @@ def _cells(row: dict[str, Any], names: list[str]) -> list[str]:
     return [
         f"{row['case']} {row['pass']}", row["dtype"], f"{row['ms']:.3f}", f"{row['spread']:.1%}", *figures, *peers,
         f"{row['peer_spread']:.1%}", f"{_best(row) / row['ms']:.2f}", f"{row['peer_min_ms'] / row['min_ms']:.2f}",
-        str(row["count"]), f"{_lost(row):+.3f}",
+        str(row["count"]), f"{_lost(row):+.3f}", f"{row['error']:.1e}", f"{row['peer_error']:.1e}",
     ]  # fmt: skip
 
 
@@ -444,7 +342,7 @@ def _show(rows: list[dict[str, Any]], device: str) -> None:
     middle = ["work MB/thread", "shared MB"] if device == "cpu" else ["floor ms"]
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     columns = ["layer and pass", "type", "ms", "spread", "FLOP/s", *middle, *(f"{name} ms" for name in names)]
-    columns += ["its spread", "speed", "of minima", "count", "lost ms"]
+    columns += ["its spread", "speed", "of minima", "count", "lost ms", "error", "its error"]
     show("convolutions, worst first", columns, [_cells(row, names) for row in rows])
     columns = ["network, type, pass", "ms", "best peers ms", "speed against the best peers"]
     show("all layers, weighted by count", columns, _totals(rows))
@@ -481,6 +379,8 @@ def main() -> None:
     layers = [layer for network in a.network for layer in NETWORKS[network](*([batch] if batch else []))]
     if a.batch:
         layers = [replace(layer, network=f"{layer.network}/b{batch}") for layer in layers]
+    if a.device == "cuda":
+        compile_ahead(layers, a.precision, a.passes)
     for name in a.precision:
         for peer in (torch.backends.cudnn, torch.backends.cuda.matmul):
             peer.allow_tf32 = PRECISIONS[name].tf32 == 1  # the peer of three products is float32

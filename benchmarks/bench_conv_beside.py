@@ -16,39 +16,16 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench_conv import NETWORKS, PASSES, PRECISIONS, Arrays, Layer, checked, passes_of, row_of
+from benchmarks.bench_conv import PASSES, PRECISIONS, Arrays, checked, compile_ahead, passes_of, row_of
 from benchmarks.beside import Run, Traffic
-from minidl import cuda as ops
+from benchmarks.conv_layers import NETWORKS, Layer
 from minidl import dist
-from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import DeviceTimer, input_sets
-
-
-def _compile(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
-    """All kernels that will run, by several processes."""
-    with dry_run(current_device()) as log:
-        for layer, name in product(layers, names):
-            dtype, options = PRECISIONS[name].dtype, {"tf32": PRECISIONS[name].tf32, "groups": layer.groups}
-            options |= {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1)}
-            w = ops.empty((layer.filters, layer.kernel, layer.kernel, layer.channels // layer.groups), dtype)
-            x = ops.empty((layer.batch, layer.size, layer.size, layer.channels), dtype)
-            dy = ops.empty((layer.batch, layer.out_size, layer.out_size, layer.filters), dtype)
-            for which in passes_of(layer, wanted):
-                if which == "forward":
-                    ops.conv2d(x, w, **options)
-                elif which == "backward_data":
-                    ops.conv2d_backward_data(dy, w, x.shape, **options)
-                else:
-                    ops.conv2d_backward_weight(dy, x, **options, out=ops.empty(w.shape, np.float32))
-    nvrtc.compile_all(log.variants, nvrtc.target(current_device().arch))
 
 
 def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, samples: int) -> Iterator[dict[str, Any]]:
@@ -62,11 +39,11 @@ def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, sampl
     arrays = Arrays(layer, PRECISIONS[name], min(8, input_sets(layer.bytes(itemsize), cache)), "cuda")
     for which in passes_of(layer, wanted):
         ours, peer = arrays.ours(which), arrays.peer(which)
-        error = checked(arrays, name, which, ours[-1](), peer[-1]())
+        errors = checked(arrays, name, which, ours[-1](), peer[-1]())
         with DeviceTimer().captured(ours) as (launch, stream), captured(peer) as replay, torch.cuda.stream(side):
             theirs = Run(replay, cupy.cuda.Stream.from_external(side), len(peer))
             alone, beside = zip(*traffic.measure([Run(launch, stream, len(ours)), theirs], samples), strict=True)
-        row = row_of(layer, name, which, error, beside[0], {"cudnn": beside[1]})
+        row = row_of(layer, name, which, errors, beside[0], {"cudnn": beside[1]})
         row |= {"alone_ms": alone[0].ms, "peers_alone": {"cudnn": alone[1].ms}, "message_bytes": traffic.nbytes}
         yield row | {"alone_spread": alone[0].spread, "peer_alone_spread": alone[1].spread}
         del ours, peer, launch, replay, theirs
@@ -114,7 +91,7 @@ def main() -> None:
     torch.backends.cudnn.benchmark = True
     layers = [layer for network in a.network for layer in NETWORKS[network](*([a.batch] if a.batch else []))]
     if comm.rank == 0:
-        _compile(layers, a.precision, a.passes)
+        compile_ahead(layers, a.precision, a.passes)
     comm.barrier()
     traffic, rows = Traffic(comm, int(a.message * 2**20)), []
     for name, layer in product(a.precision, layers):

@@ -25,6 +25,7 @@ from unittest import mock
 
 import bench_conv
 import numpy as np
+from conv_layers import NETWORKS, Layer
 from pages.fusion import bound
 
 from minidl import cuda as ops
@@ -49,7 +50,7 @@ Row = dict[str, Any]
 class Arrays(bench_conv.Arrays):
     """Those of a layer, with what lies around it."""
 
-    def __init__(self, layer: bench_conv.Layer, sets: int) -> None:
+    def __init__(self, layer: Layer, sets: int) -> None:
         import torch
 
         super().__init__(layer, bench_conv.PRECISIONS["bf16"], sets, "cuda")
@@ -185,7 +186,7 @@ PASSES = {
 LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15}  # of what they should cost
 
 
-def _joined(layer: bench_conv.Layer) -> bool:
+def _joined(layer: Layer) -> bool:
     """Whether it reads a block's input."""
     return layer.kernel == 1 and layer.channels > layer.filters
 
@@ -205,7 +206,7 @@ def _planned(network: str, batch: int) -> set[tuple]:
     return found
 
 
-def _compile_ahead(layers: list[bench_conv.Layer]) -> None:
+def _compile_ahead(layers: list[Layer]) -> None:
     """Compile what the passes will start, on all cores."""
     with dry_run(current_device()) as log:
         for layer in layers:
@@ -213,7 +214,7 @@ def _compile_ahead(layers: list[bench_conv.Layer]) -> None:
     nvrtc.compile_all(log.variants, nvrtc.target(current_device().arch))
 
 
-def _start(layer: bench_conv.Layer) -> None:
+def _start(layer: Layer) -> None:
     """All arms of all passes, of arrays without values."""
     n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
     x, dy, w = (ops.empty(shape, bfloat16) for shape in ((n, h, h, c), (n, p, p, k), (k, r, r, c)))
@@ -241,7 +242,7 @@ def _start(layer: bench_conv.Layer) -> None:
 
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
-    layers = [layer for layer in bench_conv.NETWORKS[a.network](a.batch) if layer.channels > 4]
+    layers = [layer for layer in NETWORKS[a.network](a.batch) if layer.channels > 4]
     layers.sort(key=lambda layer: layer.bytes(2))  # the quick ones first: --minutes cuts off few
     _compile_ahead(layers)
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
@@ -284,7 +285,7 @@ def _kind(row: Row) -> str:
     return row["arm"].split(",")[0]
 
 
-def _rows(layer: bench_conv.Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
+def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
     import cupy
     import torch
 

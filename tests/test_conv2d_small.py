@@ -8,8 +8,9 @@ from __future__ import annotations
 import pytest
 
 from minidl import models
-from minidl.bench.warm import kernels_of
+from minidl.bench.conv_tuning import of_network
 from minidl.cuda.convolution import conv2d_small
+from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float16, float32
@@ -65,9 +66,10 @@ def test_it_is_taken_where_rows_are_few_and_channels_fill_no_vector():
 
 
 def test_a_network_with_gates_uses_no_tiles_for_them():
-    graph = models.build("efficientnet_b0", (224, 224, 3), 1000)
-    stems = {stem for stem, _ in kernels_of(graph, 128, "bf16", "auto", BUILT_IN["H200"])}
-    assert "conv2d_small" in stems and not stems & {"conv2d", "conv2d_weight"}
+    graph, device = models.build("efficientnet_b0", (224, 224, 3), 1000), BUILT_IN["H200"]
+    asked = [question for question in of_network(graph, 128, "bf16", device) if question.conv.pixels == 128]
+    families = [options(question, device)[0].family for question in asked]
+    assert set(families) == {"small", "hopper"} and families.count("small") == 30
 
 
 @cases(CASES)

@@ -13,7 +13,8 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
-from minidl.cuda.convolution.conv2d_family import Choice, family
+from minidl.cuda.convolution.conv2d_choice import options
+from minidl.cuda.convolution.conv2d_family import Choice, Question, family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_weight_grid import halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, bundled, taken
@@ -239,14 +240,19 @@ def test_partial_sums_hold_little_more_than_the_gradient():
         assert planned.summed.values <= (1.3 if one else 3) * planned.parts * held, conv
 
 
-def test_few_channels_under_many_taps_are_left_to_the_generic_kernel():
-    def pays(channels, kernel, tf32=0):
-        w = 64, *kernel, channels
-        return hopper.pays(convolution("test", (2, 9, 9, channels), w, (1, 1), (4, 4), (1, 1), 1), tf32)
+def test_the_family_is_the_one_that_measured_fastest():
+    """By a tenth and more on an H200, in bfloat16: each of the four that can do weight gradients."""
 
-    assert all(pays(channels, (1, 1)) for channels in (8, 24, 64)) and pays(32, (3, 3)) and pays(72, (7, 7))
-    assert not pays(8, (3, 3)) and not pays(16, (7, 7))
-    assert pays(4, (1, 1), 1) and pays(24, (3, 3), 1) and not pays(4, (3, 3), 1) and not pays(16, (3, 3), 3)
+    def chosen(x, filters, kernel, stride=1, groups=1):
+        padding, w = tuple(taps // 2 for taps in kernel), (filters, *kernel, x[3] // groups)
+        conv = convolution("test", x, w, (stride, stride), padding, (1, 1), groups)
+        return options(Question("backward_weight", conv, 1, 0), H200)[0].family
+
+    assert chosen((68, 50, 53, 16), 464, (3, 3), 2) == chosen((93, 64, 64, 16), 176, (1, 1)) == "hopper"
+    assert chosen((36, 82, 108, 32), 136, (1, 5)) == chosen((33, 102, 103, 24), 264, (1, 1)) == "generic"
+    assert chosen((49, 93, 93, 8), 176, (1, 1)) == chosen((86, 125, 125, 16), 16, (1, 1)) == "thin"
+    assert chosen((128, 56, 56, 128), 128, (3, 3), groups=32) == "grouped"
+    assert chosen((104, 10, 10, 512), 512, (3, 3), groups=32) == chosen((10, 8, 8, 128), 128, (3, 3), 1, 8) == "hopper"
 
 
 @EVERY_TILE

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from math import inf
+from math import prod
 
 from minidl.cuda.convolution import (
     conv2d_divided,
@@ -23,8 +23,13 @@ from minidl.cuda.convolution.conv2d_family import Choice, Question, choose_famil
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.widen import wide_channels
 from minidl.cuda.device import DeviceRecord
+from minidl.shapes import round_up
 
 __all__ = ["choice", "options", "widened"]
+
+# Of a weight gradient by the generic kernel, whose tiles have at least 64 rows and columns, taps side by side:
+# microseconds to start and end; in one, bytes of both images and products in 16 bits, of which one takes half in TF32.
+START, BYTES, PRODUCTS, TILE = 8.1, 3.07e6, 9.5e7, 64
 
 
 def widened(conv: Convolution, code: int) -> Convolution:
@@ -47,11 +52,13 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     which, conv, code, tf32 = question
     backward, weight = which == "backward_data", which == "backward_weight"
     units = tf32 == 1 or code > 0  # matrix units would round float32
-    wide = conv if backward else widened(conv, code)
+    wide, fastest = conv if backward else widened(conv, code), 0.0
     if weight:
         grouped = conv2d_grouped.applies_to_weight(conv, code)
         hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
-        pays = conv2d_weight_hopper.pays(wide, tf32)
+        if hopper:
+            fastest = min(by_hopper := conv2d_weight_tiles.microseconds(wide, tf32), _by_generic(wide, tf32))
+        pays = hopper and by_hopper == fastest
     else:
         grouped = conv2d_grouped.applies(conv, code, backward)
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
@@ -60,26 +67,22 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     thin = conv2d_thin.applies(conv, code)
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
-    time = _on_hopper(question._replace(conv=wide), device) if hopper and pays and grouped else inf
-    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays)
+    rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays, fastest)
     tiled = (hopper and pays and wide is conv) or not conv2d_small.pays(conv)
     slower = {
         "thin": not rather,
-        "grouped": not conv2d_grouped.pays(conv, weight, time),
+        "grouped": not conv2d_grouped.pays(conv, weight, hopper and pays),
         "small": tiled,
         "hopper": not pays,
     }
     return fits, tuple(name for name, slow in slower.items() if slow)
 
 
-def _on_hopper(question: Question, device: DeviceRecord) -> float:
-    """How long Hopper's kernels should take."""
-    which, conv, code, tf32 = question
-    if which == "backward_weight":
-        return conv2d_weight_tiles.microseconds(conv, tf32)
-    backward = which == "backward_data"
-    tile = conv2d_hopper_tiles.choose(conv, backward, device, code)[0]
-    return conv2d_hopper_tiles.microseconds(conv, backward, tile, device, code)[1]
+def _by_generic(conv: Convolution, tf32: int) -> float:
+    """How long the generic kernel should take for a weight gradient, microseconds on a chip as fast as an H200."""
+    rows, columns = conv.out_channels // conv.groups, conv.channels // conv.groups * prod(conv.kernel)
+    products = conv.pixels * conv.groups * round_up(rows, TILE) * round_up(columns, TILE)
+    return START + max(conv2d_weight_tiles.moved(conv, tf32) / BYTES, products * (2 * tf32 or 1) / PRODUCTS)
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:

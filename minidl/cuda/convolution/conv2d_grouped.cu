@@ -71,8 +71,9 @@ DEVICE void load_weights(Weights& weights, const T* filter, const Problem& p, in
                     const int c = chunk * 8 + 2 * t + half;
                     const bool there = c < IN && o < OUT && c / GROUP_IN == o / GROUP_OUT &&
                                        unit * IN + c < p.channels && unit * OUT + o < p.out_channels;
-                    const i64 at = BACKWARD ? (i64(unit * IN + c) * (KERNEL_H * KERNEL_W) + tap) * GROUP_OUT + o % GROUP_OUT
-                                            : (i64(unit * OUT + o) * (KERNEL_H * KERNEL_W) + tap) * GROUP_IN + c % GROUP_IN;
+                    const i64 row = BACKWARD ? unit * IN + c : unit * OUT + o;
+                    const i64 at = (row * (KERNEL_H * KERNEL_W) + tap) * (BACKWARD ? GROUP_OUT : GROUP_IN) +
+                                   (BACKWARD ? o % GROUP_OUT : c % GROUP_IN);
                     if (there) word |= u32(filter[at].bits) << 16 * half;
                 }
                 weights[tap][j][chunk] = word;
@@ -176,8 +177,9 @@ DEVICE float sum_again(const T* source, const T* filter, const Pixel& pixel, int
             const T* const from = image + (i64(h) * p.at.width + w) * p.source_pitch;
             const int tap = r * KERNEL_W + s;
             for (int c = 0; c < GROUP_IN; ++c) {
-                const i64 at = BACKWARD ? (i64(group * GROUP_IN + c) * (KERNEL_H * KERNEL_W) + tap) * GROUP_OUT + channel % GROUP_OUT
-                                        : (i64(channel) * (KERNEL_H * KERNEL_W) + tap) * GROUP_IN + c;
+                const i64 row = BACKWARD ? group * GROUP_IN + c : channel;
+                const i64 at = (row * (KERNEL_H * KERNEL_W) + tap) * (BACKWARD ? GROUP_OUT : GROUP_IN) +
+                               (BACKWARD ? channel % GROUP_OUT : c);
                 sum = fmaf(to_float(from[c]), to_float(filter[at]), sum);
             }
         }

@@ -10,8 +10,8 @@
 // 16 outputs k as rows, 8 channels c as columns, and sum over 16 pixels, two octets of base columns. A set is a unit, or
 // two units of eight outputs each, whose products with each other's channels are thrown away. A warp has 16 outputs of a
 // set and WARP_CHUNKS chunks of eight channels, for all taps and all pixels of the block: AGES rows of dy stay in its
-// registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS sets and takes the items of its chunk one
-// after the other; chunks depend on the sizes alone.
+// registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS sets and
+// takes the items of its chunk one after the other; chunks depend on the sizes alone.
 //
 // Macros: DTYPE (1, 2); those of strip.cuh with BACKWARD 0; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
 // BUNDLE, groups of a unit; SETS, WARP_CHUNKS as above; PAIRS of octets of an item; STAGES; VEC_X, VEC_Y, values per copy

@@ -20,8 +20,8 @@
 //   output, add, below  (channels, W, H, N), tiled: DEPTH channels x window; of signs (S, W, H, N) bytes: 16 x window
 // With STATISTICS (bfloat16) sums and sums of squares of each window of the output go to partial (windows, 2, columns),
 // from which batch_norm_merge.cu goes on. MASKED, RELU: as in conv2d_hopper.cu, with sums of windows. NORMALIZED, of a
-// forward pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie, once for
-// all taps, by three warps that are otherwise idle.
+// forward pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie,
+// once for all taps, by three warps that are otherwise idle.
 //
 // What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
 // of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two

@@ -21,9 +21,12 @@ from minidl.shapes import ceil_div, round_up
 __all__ = ["applies", "backward_weight", "gather", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
-# Channels of which no other kernel is faster, as seen on an H200: of a weight gradient, of one in TF32; of an output or
-# data gradient, but for an output of few channels, of whose filters Hopper's kernels read whole rows.
+# Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
+# TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
+# read whole rows.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
+# Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
+STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
@@ -70,18 +73,21 @@ def applies(conv: Convolution, code: int) -> bool:
     return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
-def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool) -> bool:
+def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, others: float) -> bool:
     """Whether they should be faster than kernels that multiply tiles: there are pixels for some multiprocessors, rows
     have something for most of the four threads that share one, and Hopper's kernels cannot do it or are slower.
 
     Args:
         which: forward, backward_data or backward_weight.
         hopper: they can.
+        others: microseconds of the fastest other kernel for a weight gradient; 0, where there are none of Hopper's.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
     least = 16 if code and few <= GATHERED and not weight else 2 * 132
     if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
+    if weight and others and code:
+        return few <= FEW and STARTED + conv.pixels * (2 * (few + wide) / MOVED + few / MULTIPLIED) < others
     if weight and (hopper or tf32 == 1):
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
     if few <= FEW or not hopper:

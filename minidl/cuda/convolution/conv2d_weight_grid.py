@@ -29,7 +29,7 @@ class HaloTile(NamedTuple):
         return {"STAGES": self.stages}
 
 
-HALO = HaloTile(5, 0.679)
+HALO = HaloTile(5, 0.689)
 _HALO_BYTES = SPAN * SPAN * ITEMSIZE  # of a stage of dy or x
 
 

@@ -23,8 +23,8 @@
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
 // all taps, by three warps that are otherwise idle.
 //
-// Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a partial;
-// HELD_M, HELD_N, VEC_Y (1, 4): conv2d_weight_hopper.cuh.
+// Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
+// partial; HELD_M, HELD_N, VEC_Y (1, 4): conv2d_weight_hopper.cuh.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
 // which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.

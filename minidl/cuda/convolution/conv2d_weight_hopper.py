@@ -53,7 +53,6 @@ __all__ = [
     "halo",
     "normalizes",
     "options",
-    "pays",
     "plan",
     "shares",
     "tiles_of",
@@ -173,16 +172,6 @@ def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -
     if any((taps - 1) * step > 254 for taps, step in zip(conv.kernel, conv.dilation, strict=True)):
         return False
     return _views(conv, code, (conv.channels, conv.out_channels), tf32).legal
-
-
-def pays(conv: Convolution, tf32: int = 0) -> bool:
-    """Whether it should beat the generic kernel, which packs the taps of few channels side by side.
-
-    Here each tap fills whole blocks of 64 channels, of 32 in TF32: that is made up for by speed up to some 2.5 or 1.6
-    times the columns, by the rates measured at 64 channels and more.
-    """
-    taps, span, channels = conv.kernel[0] * conv.kernel[1], span_of(tf32), conv.channels // conv.groups
-    return taps * ceil_div(channels, span) <= (1.6 if tf32 else 2.5) * ceil_div(taps * channels, span)
 
 
 @functools.lru_cache(maxsize=1024)

@@ -26,6 +26,7 @@ __all__ = [
     "bundled",
     "choose",
     "microseconds",
+    "moved",
     "normalizes",
     "options",
     "rows_first",
@@ -93,16 +94,16 @@ class WeightTile(NamedTuple):
 
 
 TILES = (
-    WeightTile(128, 128, (2, 1), 3, 2, 0.353),
-    WeightTile(128, 256, (2, 1), 4, 1, 0.639),
-    WeightTile(256, 128, (2, 1), 4, 1, 0.634),
-    WeightTile(128, 192, (2, 1), 5, 1, 0.466),
-    WeightTile(256, 192, (2, 1), 4, 1, 0.928),
-    WeightTile(64, 256, (1, 2), 5, 1, 0.329),
-    WeightTile(256, 64, (2, 1), 5, 1, 0.354),
-    WeightTile(128, 64, (2, 1), 4, 2, 0.208),
-    WeightTile(64, 128, (1, 2), 4, 2, 0.183),
-    WeightTile(64, 64, (1, 1), 6, 2, 0.107),
+    WeightTile(128, 128, (2, 1), 3, 2, 0.374),
+    WeightTile(128, 256, (2, 1), 4, 1, 0.689),
+    WeightTile(256, 128, (2, 1), 4, 1, 0.638),
+    WeightTile(128, 192, (2, 1), 5, 1, 0.437),
+    WeightTile(256, 192, (2, 1), 4, 1, 0.903),
+    WeightTile(64, 256, (1, 2), 5, 1, 0.313),
+    WeightTile(256, 64, (2, 1), 5, 1, 0.358),
+    WeightTile(128, 64, (2, 1), 4, 2, 0.195),
+    WeightTile(64, 128, (1, 2), 4, 2, 0.234),
+    WeightTile(64, 64, (1, 1), 6, 2, 0.092),
 )
 TF32_TILES = (
     WeightTile(256, 128, (2, 1), 4, 1, 1.1),
@@ -176,6 +177,7 @@ class _Candidate(NamedTuple):
         steps: stages that make up the sum.
         tiles: of the gradient.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
+        copied: microseconds that copying a stage takes of the whole device.
         held: values of a tile that the gradient has.
     """
 
@@ -184,46 +186,27 @@ class _Candidate(NamedTuple):
     steps: int
     tiles: int
     step: float
+    copied: float
     held: int
 
 
-class _Rates(NamedTuple):
-    """Microseconds, and what goes through in one.
-
-    Attributes:
-        start: of a launch; ``block``: until the pipeline of a block is filled and when it is empty again.
-        latency: of a stage, from the request until it has been multiplied.
-        alone: a block without another one beside it to hide its latencies.
-        memory: bytes of the whole device; ``exposed``: of the shorter of memory traffic and work, what the longer does
-            not hide.
-        written: values that a multiprocessor writes of the gradient, and of partial sums.
-        turned: for each tile more of a block.
-        merged: adding up the sums of a cluster, and of one of the halo kernel.
-        second: the kernel that adds partial sums; ``summed``: values of them that it adds.
-    """
-
-    start: float
-    block: float
-    latency: float
-    alone: float
-    memory: float
-    exposed: float
-    written: tuple[float, float]
-    turned: float
-    merged: tuple[float, float]
-    second: float
-    summed: float
-
-
-# Fitted to times measured on an H200: all candidates at 70 random shapes, and what was chosen for ResNet-50, VGG-16 and
-# U-Net.
-_SIXTEEN = _Rates(1.27, 2.1, 1.07, 1.16, 4.2e6, 0.094, (7.5e3, 1.3e5), 1.0, (1.1, 2.0), 3.9, 1.0e6)
-_FLOAT = _SIXTEEN._replace(alone=1.45)
+# Fitted to times measured on an H200: all candidates at 137 random shapes and 24 layers of networks, what was chosen
+# for all of ResNet-50, VGG-16 and U-Net; the shapes of docs/tuning.md were left out. All in microseconds, or what goes
+# through in one: the start of a launch; until the pipeline of a block is filled and when it is empty again; a stage,
+# from the request until it has been multiplied; how much longer products of a block take without another one beside it
+# to hide its latencies; for each tile more of a block.
+_START, _FILLED, _LATENCY, _ALONE, _TURNED = 0.68, 1.79, 1.03, 1.39, 1.32
+# Bytes of the whole device; of the shorter of memory traffic and work, what the longer does not hide; values that a
+# multiprocessor writes of the gradient, and of partial sums.
+_MEMORY, _EXPOSED, _WRITTEN = 4.49e6, 0.164, (1.0e4, 1.13e5)
+# Adding up the sums of a cluster, and of one of the halo kernel; the kernel that adds partial sums, and values of them.
+_MERGED, _SECOND, _SUMMED = (2.4, 3.3), 2.0, 5.6e5
 # Bytes in a microsecond that a group of multiprocessors (GPC) fetches; what its blocks copy alike counts once.
-_FETCHED = 1.15e6
+_FETCHED = 1.31e6
 # What the whole device copies into stages takes for a row of a block: as such, for each line more that it lies in, for
-# a row that starts within a sector (see `reads`), and more for one that there is not, which is filled with zeros.
-_ROW, _CROSSING, _ODD, _NONE = 7.2e-6, 6.9e-6, 1.26e-5, 9.7e-6
+# a row that starts within a sector (see `reads`); more for one with fewer channels than fill it, and more for one that
+# there is not, which is filled with zeros.
+_ROW, _CROSSING, _ODD, _PARTIAL, _NONE = 7.64e-6, 4.94e-6, 1.19e-5, 8.0e-6, 9.5e-6
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
@@ -231,7 +214,7 @@ _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were 
 _NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.35, 64: 1.6}, 0.61, 4.0e6
 # Microseconds, but for memory, of picking each group's own out of what was summed up for several together.
 _PICKED = 1.3
-_KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
+_KEPT = 4.3e7  # bytes that the L2 cache keeps until a block of several tiles reads them for the next one
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
@@ -244,13 +227,17 @@ def choose(conv: Convolution, normalized: bool = False, tf32: int = 0) -> tuple[
     return best.tile, best.division
 
 
-@functools.lru_cache(maxsize=1024)
 def microseconds(conv: Convolution, tf32: int = 0) -> float:
     """How long what `choose` says of `bundled` should take, on a chip as fast as an H200."""
     return min(_bundles(conv, tf32).values())
 
 
-@functools.lru_cache(maxsize=1024)
+def moved(conv: Convolution, tf32: int = 0) -> int:
+    """Bytes of x, as far as taps of one pixel see it, and of dy."""
+    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
+    return ROW_BYTES // span_of(tf32) * (read * conv.channels + conv.pixels * conv.out_channels)
+
+
 def bundled(conv: Convolution, tf32: int = 0) -> Convolution:
     """The convolution itself, or with groups taken together, as many as a block of a stage has room for, where that
     should be faster, though their products with each other's channels are not wanted (3x3 1024-1024 in 32 groups, 128
@@ -260,6 +247,7 @@ def bundled(conv: Convolution, tf32: int = 0) -> Convolution:
     return conv._replace(groups=min(bundles, key=lambda groups: bundles[groups]))
 
 
+@functools.lru_cache(maxsize=1024)
 def _bundles(conv: Convolution, tf32: int) -> dict[int, float]:
     """Numbers of groups, and microseconds with so many."""
     found, groups, span = {}, conv.groups, span_of(tf32)
@@ -268,7 +256,7 @@ def _bundles(conv: Convolution, tf32: int) -> dict[int, float]:
         found[groups] = min(_microseconds(some, one, tf32) for one in _candidates(some, tf32=tf32))
         if groups < conv.groups:
             values = conv.out_channels * prod(conv.kernel) * (conv.channels // groups + conv.channels // conv.groups)
-            found[groups] += _PICKED + 4 * values / _SIXTEEN.memory
+            found[groups] += _PICKED + 4 * values / _MEMORY
         if groups % 2:
             break
         groups //= 2
@@ -284,7 +272,7 @@ def normalizes(conv: Convolution) -> bool:
         return False
     apart, together = (min(_microseconds(conv, one) for one in _candidates(conv, n)) for n in (False, True))
     x = ITEMSIZE * conv.images * conv.height * conv.width * conv.channels
-    return together < apart + _SIXTEEN.second + 2 * x / _PASSED
+    return together < apart + _SECOND + 2 * x / _PASSED
 
 
 def options(conv: Convolution, tf32: int = 0) -> list[Choice]:
@@ -347,7 +335,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     spans, filters = ceil_div(channels, span), ceil_div(rows, span)
     blocks = taps * spans
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
-    wide = _block(conv.channels, span), _block(conv.out_channels, span)
+    wide = _block(conv.channels, channels, span), _block(conv.out_channels, rows, span)
     for tile in filter(None, (_normalizing(tile) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
@@ -355,7 +343,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             continue
         down, across = tile.rows // span, tile.columns // span
         none = down + across - filters / tiles[0] - blocks / tiles[1]  # blocks beyond the last
-        copied = WORKERS * (across * wide[0] + down * wide[1] + none * span * _NONE)
+        copied = across * wide[0] + down * wide[1] + none * span * _NONE
         own = tile.step * (_NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1)
         held = min(tile.rows, rows) * tile.columns // span * min(span, channels)
         shared = _shared(count, steps, tile.resident) if conv.groups == 1 and shares(tile, tf32) else []
@@ -363,8 +351,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 fetched = _fetch(tiles, conv.groups, division, tile, span, rows_first(conv, division))
-                step = max(own, copied, fetched)
-                yield _Candidate(tile, division, steps, count, step, held)
+                yield _Candidate(tile, division, steps, count, max(own, fetched), copied, held)
     grid = None if tf32 else halo(conv)
     if grid is not None:
         steps = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN)
@@ -372,14 +359,17 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         held = taps * min(SPAN, rows) * min(SPAN, channels)
         for division in _divisions(count, steps, 1, False):
             fetched = _fetch((filters, spans), conv.groups, division, _SQUARE, SPAN)
-            step = max(HALO.step, WORKERS * sum(wide), fetched, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, count, step, held)
+            step = max(HALO.step, fetched, normalized * _HALO_NORMALIZED)
+            yield _Candidate(HALO, division, steps, count, step, sum(wide), held)
 
 
-def _block(channels: int, span: int) -> float:
-    """Microseconds that copying a block of a stage takes of the device, of arrays of so many channels."""
+def _block(channels: int, summed: int, span: int) -> float:
+    """Microseconds that copying a block of a stage takes of the device, of arrays of so many channels, ``summed`` of
+    them in a group.
+    """
     lines, odd = reads(channels, ROW_BYTES // span)
-    return span * (_ROW + _CROSSING * lines + _ODD * odd)
+    short = (summed % span > 0) / ceil_div(summed, span)
+    return span * (_ROW + _CROSSING * lines + _ODD * odd + _PARTIAL * short)
 
 
 def _fetch(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, down: bool = False) -> float:
@@ -410,7 +400,8 @@ def _divisions(tiles: int, steps: int, resident: int, finely: bool) -> list[Divi
     counts = {1, full, 2 * full} | (set(range(2, ROUNDS + 1)) if finely and full < 2 else set())
     while full > 1 and steps < SHORT * full:  # short sums: fewer blocks than there is room for may do
         full //= 2
-        counts.add(full)
+        if resident > 1 or steps < SHORT * full:  # longer ones want all multiprocessors
+            counts.add(full)
     divisions = {Division(count, 1) for count in counts} | {Division(count // 2, 2) for count in counts}
     return sorted(one for one in divisions if one.chunks == 1 or 0 < LEAST * one.chunks <= steps)
 
@@ -430,26 +421,27 @@ def _shared(tiles: int, steps: int, resident: int) -> list[Division]:
 
 def _microseconds(conv: Convolution, candidate: _Candidate, tf32: int = 0) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, step, held = candidate
-    rates, several = _FLOAT if tf32 else _SIXTEEN, division.parts > 1
+    tile, division, steps, tiles, step, copied, held = candidate
+    several = division.parts > 1
     own, more = ceil_div(steps * division.tiles, division.chunks), ceil_div(division.tiles - 1, division.parts)
 
-    def wave(beside: int) -> float:
-        """Of so many blocks on a multiprocessor."""
-        together = max(beside, rates.alone if tile.resident > 1 else 1.0) * step
-        each = max(together, rates.latency / tile.stages)
-        written = beside * (1 + more) * held / rates.written[several]
-        return own * each + rates.block + more * rates.turned + written
+    def wave(blocks: int) -> float:
+        """Of so many blocks at a time."""
+        beside = ceil_div(blocks, WORKERS)
+        together = max(beside, _ALONE if tile.resident > 1 else 1.0) * step
+        each = max(together, blocks * copied, _LATENCY / tile.stages)
+        written = beside * (1 + more) * held / _WRITTEN[several]
+        return own * each + _FILLED + more * _TURNED + written
 
-    waves, left = divmod(tiles // division.tiles * division.chunks, tile.resident * WORKERS)
-    busy = waves * wave(tile.resident) + (wave(ceil_div(left, WORKERS)) if left else 0)
+    room = tile.resident * WORKERS
+    waves, left = divmod(tiles // division.tiles * division.chunks, room)
+    busy = waves * wave(room) + (wave(left) if left else 0)
     if division.cluster > 1:
-        busy += rates.merged[isinstance(tile, HaloTile)]
-    read = conv.pixels if conv.kernel == (1, 1) else conv.images * conv.height * conv.width
-    memory = ROW_BYTES // span_of(tf32) * (read * conv.channels + conv.pixels * conv.out_channels)
-    memory *= (division.tiles if memory > _KEPT else 1) / rates.memory
-    time = rates.start + max(busy, memory) + rates.exposed * min(busy, memory)
+        busy += _MERGED[isinstance(tile, HaloTile)]
+    memory = moved(conv, tf32)
+    memory *= (1 + (division.tiles - 1) * max(0.0, 1 - _KEPT / memory)) / _MEMORY
+    time = _START + max(busy, memory) + _EXPOSED * min(busy, memory)
     if several:
         gradient = conv.out_channels * prod(conv.kernel) * conv.channels // conv.groups
-        time += rates.second + division.left * gradient / rates.summed
+        time += _SECOND + division.left * gradient / _SUMMED
     return time
