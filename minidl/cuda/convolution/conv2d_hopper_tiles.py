@@ -13,6 +13,7 @@ from minidl.cuda.convolution.conv2d_halo import HALO_TILES, HaloTile, halo_appli
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import (
     CLASSES,
+    DEPTH,
     STAGE_ROW,
     columns_of,
     depth_of,
@@ -21,10 +22,11 @@ from minidl.cuda.convolution.conv2d_walk import (
     reads,
     walks_of,
 )
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import BUILT_IN, DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
+    "PARTS",
     "ROOMY",
     "SLAB",
     "THIRD",
@@ -35,6 +37,7 @@ __all__ = [
     "microseconds",
     "normalizing_pays",
     "options",
+    "parts_of",
     "taken",
     "work",
 ]
@@ -51,6 +54,7 @@ class HopperTile(NamedTuple):
         step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
             measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
         sums: what of these it takes besides to take sums of what it writes.
+        parts: the macro CUT, blocks that share the depth of a tile.
     """
 
     rows: int
@@ -61,11 +65,18 @@ class HopperTile(NamedTuple):
     step: float
     rest: float
     sums: float
+    parts: int = 1
 
     @property
     def name(self) -> str:
-        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
-        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor, ``/2`` for two parts."""
+        beside, parts = f"*{self.resident}" * (self.resident > 1), f"/{self.parts}" * (self.parts > 1)
+        return f"{self.rows}x{self.columns}x{self.stages}{beside}{parts}"
+
+    @property
+    def own(self) -> int:
+        """Columns that a block finishes."""
+        return self.columns // self.parts
 
     @property
     def fetched(self) -> int:
@@ -90,7 +101,7 @@ class HopperTile(NamedTuple):
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
-            "RESIDENT": self.resident,
+            "RESIDENT": self.resident, "CUT": self.parts,
         }  # fmt: skip
 
 
@@ -127,20 +138,28 @@ AGAIN = 1.07
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
 _NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
+# Of tiles that a cluster cuts among its blocks: into how many parts; multiprocessors that such clusters reach on every
+# device, so that sums are cut alike; microseconds to meet, bytes in one from block to block.
+PARTS = 1, 2, 3, 4
+_REACHED, _MET, _SENT = {2: 132, 3: 120, 4: 112}, 0.8, 6.0e4
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
 
 def candidates(
-    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False, parts: int = 1
 ) -> list[HopperTile | HaloTile]:
-    """Every tile that can do a convolution that the family takes.
+    """Every tile that can do a convolution that the family takes, with its depth in so many parts.
 
-    One that normalises its input needs the registers of a multiprocessor for itself.
+    One that normalises its input needs the registers of a multiprocessor for itself. Sums are added up alike, to the bit,
+    by all tiles of as many parts.
     """
     tiles = TILES
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), THIRD, *([ROOMY] if conv.kernel == (1, 1) else [])
+    if parts > 1:
+        whole = conv.groups == 1 and ceil_div(depth_of(conv, backward), DEPTH) >= parts
+        return [tile._replace(parts=parts) for tile in tiles if whole and tile.columns % (parts * SLAB) == 0]
     if conv.groups > 1:
         group = group_columns_of(conv, backward)
         return [tile for tile in tiles if group % tile.columns == 0]
@@ -176,7 +195,7 @@ def microseconds(
     input on the way, as the macro says; ``sums``: and those of a batch norm, of the output.
     """
     tiles, stages = work(conv, backward, tile, code)
-    share = ceil_div(tiles, device.multiprocessors)
+    share = ceil_div(tiles * tile.parts, _REACHED.get(tile.parts, device.multiprocessors))
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
@@ -184,6 +203,7 @@ def microseconds(
     if backward and code and columns_of(conv, backward) % channels and not isinstance(tile, HaloTile):
         fetched += stages * channels * EMPTY / ceil_div(columns_of(conv, backward), tile.columns)
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
+    multiplied = math.ceil(multiplied / tile.parts)
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
@@ -227,7 +247,8 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
         longer = (_WINDOW if halo else _NORMALIZED[tile.rows, tile.columns]) - 1
         longer *= _PACKED if normalized > 1 else 1
         loaded = 0 if halo else stages / math.prod(conv.kernel) * _LOADED[normalized]
-    return stages * tile.step * (1 + longer) + loaded + tile.rest
+    combined = _MET + 4 * tile.rows * tile.own * (tile.parts - 1) / _SENT if tile.parts > 1 else 0
+    return stages * tile.step * (1 + longer) + loaded + tile.rest / tile.parts + combined
 
 
 @functools.lru_cache(maxsize=1024)
@@ -238,11 +259,23 @@ def choose(
     code: int = 1,
     normalized: int = 0,
     sums: bool = False,
+    parts: int = 0,
 ) -> tuple[HopperTile | HaloTile, int]:
-    """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`."""
-    among = candidates(conv, backward, device, normalized > 0)
+    """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`.
+
+    ``parts``: those of the depth; 0: as many as `parts_of` says.
+    """
+    among = candidates(conv, backward, device, normalized > 0, parts or parts_of(conv, backward, code))
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _share(conv, backward, tile, device, code)
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(conv: Convolution, backward: bool, code: int) -> int:
+    """Into how many parts the depth of a convolution is cut, whatever is fused into it and on every device."""
+    device = BUILT_IN["H200"]
+    among = [tile for parts in PARTS for tile in candidates(conv, backward, device, parts=parts)]
+    return min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1]).parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -265,7 +298,7 @@ def _share(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, devic
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
     """What a tuner may try: each tile, first what `choose` says."""
-    tiles = choose(conv, backward, device, code)[0], *candidates(conv, backward, device)
+    tiles = choose(conv, backward, device, code)[0], *_all(conv, backward, device)
     return [Choice("hopper", tile.name, (_share(conv, backward, tile, device, code),)) for tile in dict.fromkeys(tiles)]
 
 
@@ -276,10 +309,19 @@ def taken(
     backward: bool,
     device: DeviceRecord,
     code: int,
-    normalized: bool = False,
+    normalized: int = 0,
+    sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int] | None:
-    """Tile and share of a choice; None where it names none that can do this."""
+    """Tile and share of a choice, of one that cannot do what is fused those that `choose` says of as many parts; None
+    where it names none."""
     if choice is None or len(choice.split) != 1:
         return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, normalized)}
-    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
+    able, known = ({tile.name: tile for tile in _all(conv, backward, device, how)} for how in (normalized > 0, False))
+    if choice.tile in able:
+        return able[choice.tile], choice.split[0]
+    parts = known[choice.tile].parts if choice.tile in known else 0
+    return choose(conv, backward, device, code, normalized, sums, parts) if parts else None
+
+
+def _all(conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False) -> list[HopperTile | HaloTile]:
+    return [tile for parts in PARTS for tile in candidates(conv, backward, device, normalized, parts)]
