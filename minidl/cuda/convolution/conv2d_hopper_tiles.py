@@ -29,7 +29,6 @@ __all__ = [
     "PARTS",
     "ROOMY",
     "SLAB",
-    "THIRD",
     "TILES",
     "HopperTile",
     "candidates",
@@ -109,6 +108,7 @@ TILES = (
     HopperTile(128, 256, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
+    HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5),
     HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
     HopperTile(128, 128, 5, 4, 1, 0.38, 0.9, 0.5),
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
@@ -116,8 +116,6 @@ TILES = (
 )
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
-# Likewise: a third warpgroup multiplies while the others normalise.
-THIRD = HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -156,10 +154,11 @@ def candidates(
     """
     tiles = TILES
     if normalized:
-        tiles = *(tile for tile in TILES if tile.resident == 1), THIRD, *([ROOMY] if conv.kernel == (1, 1) else [])
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
     if parts > 1:
         whole = conv.groups == 1 and ceil_div(depth_of(conv, backward), DEPTH) >= parts
-        return [tile._replace(parts=parts) for tile in tiles if whole and tile.columns % (parts * SLAB) == 0]
+        fits = [tile for tile in tiles if whole and tile.columns % (parts * SLAB) == 0]
+        return [tile._replace(parts=parts, slabs=min(tile.slabs, 2)) for tile in fits]
     if conv.groups > 1:
         group = group_columns_of(conv, backward)
         return [tile for tile in tiles if group % tile.columns == 0]
