@@ -22,6 +22,7 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
+from tests.convolutions import forget_plans
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
@@ -208,7 +209,7 @@ def test_chosen_tiles_apply_and_blocks_are_short(name):
         conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride, stride), pad, (1, 1), 1)
         for backward in (False, True):
             tile, share = conv2d_hopper_tiles.choose(conv, backward, device)
-            assert tile in conv2d_hopper_tiles.candidates(conv, backward, device)
+            assert tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts)
             chosen.add(tile)
             rounds = ceil_div(conv2d_hopper_tiles.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
             length = conv2d_hopper_tiles.microseconds(conv, backward, tile, device)[0] / rounds * share
@@ -393,11 +394,11 @@ def each_tile(monkeypatch, case, backward, share, **options):
             for device in devices:
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
                 monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
+                forget_plans()
                 with family("hopper"):
                     yield tile
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
 
 
 def every_tile(ops, case, rng, monkeypatch, share):
@@ -416,14 +417,17 @@ def every_tile(ops, case, rng, monkeypatch, share):
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
         for tile in tiles:
-            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-            conv2d_hopper.plan.cache_clear()
+            able = {back for back in (False, True) if tile in conv2d_hopper_tiles.candidates(conv, back, current_device())}
+            usual = conv2d_hopper_tiles.TILES[0]
+            chosen = lambda _, back, *more, tile=tile, able=able: (tile if back in able else usual, share)  # noqa: E731
+            monkeypatch.setattr(conv2d_hopper, "choose", chosen)
+            forget_plans()
             with family("hopper"):
                 placed = put(ops, *hosts)
                 found = *both(ops, case, *placed, **options), *both(ops, case, *placed)
                 results[tile] = [bits(ops, y) for y in found]
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
     expected = results[conv2d_hopper_tiles.TILES[0]]
     assert all(np.isfinite(one.view(bfloat16).astype(np.float32)).all() for one in expected)
     different = [
