@@ -88,7 +88,9 @@ def test_clusters_are_whole_and_blocks_have_one_tile(parts, case):
 
 
 @pytest.mark.parametrize("name", ["H100", "H200"])
-@pytest.mark.parametrize(("size", "channels", "filters", "kernel"), [(7, 2048, 512, 1), (7, 512, 512, 3), (28, 128, 512, 1)])
+@pytest.mark.parametrize(
+    ("size", "channels", "filters", "kernel"), [(7, 2048, 512, 1), (7, 512, 512, 3), (28, 128, 512, 1)]
+)
 def test_whatever_is_fused_is_cut_alike_and_on_every_device(name, size, channels, filters, kernel):
     conv = plan_of(Case("layer", (32, size, size, channels), (filters, kernel, kernel), padding=(kernel // 2,) * 2))
     for backward, code in ((False, 1), (True, 1), (False, 0), (True, 0)):

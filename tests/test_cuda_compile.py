@@ -426,9 +426,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
                 signed = {"masked": conv2d_hopper.SIGNED}
                 for spaced in {False, conv2d_hopper.adds_spaced(conv, code)}:
                     signed["spaced"] = spaced
-                    launches += conv2d_hopper.plan(
-                        conv, code, True, (c, c, c, 32), True, device, (tile, 1), **signed
-                    )
+                    launches += conv2d_hopper.plan(conv, code, True, (c, c, c, 32), True, device, (tile, 1), **signed)
         if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, True, tile.parts):
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):

@@ -322,5 +322,7 @@ def taken(
     return choose(conv, backward, device, code, normalized, sums, parts) if parts else None
 
 
-def _all(conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False) -> list[HopperTile | HaloTile]:
+def _all(
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
+) -> list[HopperTile | HaloTile]:
     return [tile for parts in PARTS for tile in candidates(conv, backward, device, normalized, parts)]
