@@ -417,11 +417,11 @@ def every_tile(ops, case, rng, monkeypatch, share):
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
         for tile in tiles:
-            able = {
-                back for back in (False, True) if tile in conv2d_hopper_tiles.candidates(conv, back, current_device())
-            }
-            usual = conv2d_hopper_tiles.TILES[0]
-            chosen = lambda _, back, *more, tile=tile, able=able: (tile if back in able else usual, share)  # noqa: E731
+
+            def chosen(conv, backward, *_, tile=tile):
+                able = tile in conv2d_hopper_tiles.candidates(conv, backward, current_device())
+                return tile if able else conv2d_hopper_tiles.TILES[0], share
+
             monkeypatch.setattr(conv2d_hopper, "choose", chosen)
             forget_plans()
             with family("hopper"):

@@ -149,8 +149,8 @@ def candidates(
 ) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes, with its depth in so many parts.
 
-    One that normalises its input needs the registers of a multiprocessor for itself. Sums are added up alike, to the bit,
-    by all tiles of as many parts.
+    One that normalises its input needs the registers of a multiprocessor for itself. All tiles of as many parts add up
+    alike, to the bit.
     """
     tiles = TILES
     if normalized:
