@@ -17,6 +17,7 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_divided import FEW
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -402,7 +403,7 @@ def _tiles_of_hopper():
     deep = convolution("test", (4, 16, 16, 256), (256, 1, 1, 256), (1, 1), (0, 0), (1, 1), 1)
     for parts, normalized in itertools.product(conv2d_hopper_tiles.PARTS, (False, True)):
         yield from conv2d_hopper_tiles.candidates(deep, False, BUILT_IN["H200"], normalized, parts)
-    yield from HALO_TILES
+    yield from (*HALO_TILES, *FEW)
 
 
 @pytest.mark.parametrize("tile", dict.fromkeys(_tiles_of_hopper()), ids=lambda tile: tile.name)
@@ -419,7 +420,7 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         launches = []
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts):
             launches += conv2d_hopper.plan(conv, code, backward, (c, c), True, device, (tile, 1))
-            if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
+            if code and kernel == 1 and tile in (*conv2d_hopper_tiles.TILES, *FEW):
                 for parts in (1, 2, 4, 8):
                     launches += conv2d_hopper.plan(conv, code, backward, (c, 0), False, device, (tile, 1), parts=parts)
             if code and backward:

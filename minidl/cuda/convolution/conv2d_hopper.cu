@@ -54,7 +54,7 @@
 // warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, as many rows each; one thread of another keeps the
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of another keeps the
 // pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
@@ -72,10 +72,10 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
+constexpr int WARPGROUPS = TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
-constexpr bool SHIFT = RESIDENT == 1;
+constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
 constexpr int PARTS = DIVIDED ? DIVIDED : CUT;  // stretches of the depth
 constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 registers are enough for
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");

@@ -85,11 +85,11 @@ class HopperTile(NamedTuple):
     @property
     def warpgroups(self) -> int:
         """That share the rows."""
-        return 3 if self.rows == 192 else 2
+        return {64: 1, 192: 3}.get(self.rows, 2)
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + (128 if self.resident == 1 else 32)
+        return 128 * self.warpgroups + (128 if self.resident == 1 and self.warpgroups > 1 else 32)
 
     def shared_bytes(self, normalized: bool = False) -> int:
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
