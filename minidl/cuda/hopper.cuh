@@ -427,10 +427,7 @@ DEVICE void send_to_block(u32 address, u32 barrier, float4 value) {
         : "memory");
 }
 
-// Arrives at a barrier of another block, by its address there, and waits for what others of the cluster did before.
-DEVICE void barrier_arrive_in_block(u32 barrier) {
-    asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
+// As barrier_wait, for what another block of the cluster has sent.
 DEVICE void barrier_wait_for_cluster(u32 barrier, u32 parity) {
     asm volatile(
         "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n @!done bra "

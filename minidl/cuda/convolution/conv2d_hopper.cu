@@ -43,7 +43,8 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
-// CUT: blocks of a cluster that share the depth of a tile, and finish their columns of it each (conv2d_hopper_cut.cuh).
+// CUT (1, 2): blocks of a cluster that share the depth of a tile, and finish half of its columns each
+// (conv2d_hopper_cut.cuh).
 //
 // DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
 // of a tile.
@@ -56,7 +57,8 @@
 // are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of another keeps the
 // pipeline filled, across tiles too.
-// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
+// sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
 // it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
 // quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output fits). Of 64-256
@@ -90,7 +92,7 @@ constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128
 constexpr int OWN = TILE_N / CUT;  // columns of a tile that a block finishes
 static_assert(OWN * CUT == TILE_N && OWN % SLAB_COLUMNS == 0, "whole slabs");
 constexpr int CLASSES = SPREAD ? 4 : 1;
-constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512;
+constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512, SENT_BYTES = (CUT - 1) * TILE_M * OWN * 4;
 
 struct Maps {
     TensorMap filter;
@@ -136,7 +138,7 @@ struct Layout {
     __device__ __forceinline__ u32 slab(int warpgroup, int i) const {
         return base + STAGES * STAGE_BYTES + (warpgroup * SLABS + i) * SLAB_BYTES;
     }
-    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0); }
+    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0) + SENT_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return barriers() + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (STAGES + i); }
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
@@ -144,8 +146,9 @@ struct Layout {
     }
     // The tile that begins with a stage.
     __device__ __forceinline__ u32 ticket(int i) const { return added(WARPGROUPS, 0) + TICKET_BYTES * i; }
-    // Of a cluster (conv2d_hopper_cut.cuh).
-    __device__ __forceinline__ u32 shared_out(int i) const { return ticket(STAGES) + 8 * i; }
+    // That the other block of a cluster has sent its sums, and where they lie (conv2d_hopper_cut.cuh).
+    __device__ __forceinline__ u32 come() const { return ticket(STAGES); }
+    __device__ __forceinline__ u32 sent() const { return slab(WARPGROUPS, 0); }
     // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
@@ -212,7 +215,7 @@ struct Place {
 };
 
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
-constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
+constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
 
 using Sum = float[BLOCKS][TILE_N / 2];
 
