@@ -26,6 +26,7 @@ from minidl.cuda.device import BUILT_IN, DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
+    "PAIRED",
     "PARTS",
     "ROOMY",
     "SLAB",
@@ -94,7 +95,8 @@ class HopperTile(NamedTuple):
     def shared_bytes(self, normalized: bool = False) -> int:
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
         beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
-        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + beside
+        sent = (self.parts - 1) * self.rows * self.own * 4
+        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + sent + beside
 
     @property
     def defines(self) -> dict[str, int]:
@@ -114,6 +116,8 @@ TILES = (
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
+# The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks.
+PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
@@ -136,10 +140,10 @@ AGAIN = 1.07
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
 _NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
-# Of tiles that a cluster cuts among its blocks: into how many parts; multiprocessors that such clusters reach on every
-# device, so that sums are cut alike; microseconds to meet, bytes in one from block to block.
-PARTS = 1, 2, 3, 4
-_REACHED, _MET, _SENT = {2: 132, 3: 120, 4: 112}, 0.8, 6.0e4
+# Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
+# that the exchange takes.
+PARTS = 1, 2
+_WORKERS, _EXCHANGED = 132, 1.2
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
@@ -156,9 +160,8 @@ def candidates(
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
     if parts > 1:
-        whole = conv.groups == 1 and ceil_div(depth_of(conv, backward), DEPTH) >= parts
-        fits = [tile for tile in tiles if whole and tile.columns % (parts * SLAB) == 0]
-        return [tile._replace(parts=parts, slabs=min(tile.slabs, 2)) for tile in fits]
+        deep = conv.groups == 1 and depth_of(conv, backward) > DEPTH
+        return [PAIRED] if deep and parts * work(conv, backward, PAIRED)[0] <= _WORKERS else []
     if conv.groups > 1:
         group = group_columns_of(conv, backward)
         return [tile for tile in tiles if group % tile.columns == 0]
@@ -194,7 +197,7 @@ def microseconds(
     input on the way, as the macro says; ``sums``: and those of a batch norm, of the output.
     """
     tiles, stages = work(conv, backward, tile, code)
-    share = ceil_div(tiles * tile.parts, _REACHED.get(tile.parts, device.multiprocessors))
+    share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     lines, odd = reads(depth, itemsize_of(code))
@@ -246,8 +249,8 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
         longer = (_WINDOW if halo else _NORMALIZED[tile.rows, tile.columns]) - 1
         longer *= _PACKED if normalized > 1 else 1
         loaded = 0 if halo else stages / math.prod(conv.kernel) * _LOADED[normalized]
-    combined = _MET + 4 * tile.rows * tile.own * (tile.parts - 1) / _SENT if tile.parts > 1 else 0
-    return stages * tile.step * (1 + longer) + loaded + tile.rest / tile.parts + combined
+    rest = tile.rest if tile.parts == 1 else tile.rest / tile.parts + _EXCHANGED
+    return stages * tile.step * (1 + longer) + loaded + rest
 
 
 @functools.lru_cache(maxsize=1024)

@@ -27,7 +27,7 @@
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside of
 // an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2, 4), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
+// 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
 // whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
 // time; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first

@@ -1,5 +1,5 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
-// Macros: CLUSTER (1, 2, 4), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
+// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
 // gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples of
 // 16, all of them but where the gradient has fewer.
 #pragma once
@@ -123,8 +123,7 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
                 store_shared(space + (i * QUADS + j) * THREADS * 16,
                              make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
         cluster_sync();
-        constexpr int MOST = PER > 2 ? PER : 8;
-        constexpr int TOGETHER = SHARE % MOST == 0 ? MOST : SHARE % (MOST / 2) == 0 ? MOST / 2 : 2;
+        constexpr int MOST = PER > 2 ? PER : 8, TOGETHER = SHARE % MOST ? MOST / 2 : MOST;
         static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0, "whole spans of columns, halves, or pairs of patches");
         const int first = cluster_rank() * SHARE;
 #pragma unroll 1

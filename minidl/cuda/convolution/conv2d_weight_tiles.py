@@ -94,7 +94,6 @@ class WeightTile(NamedTuple):
 
 TILES = (
     WeightTile(128, 128, (2, 1), 3, 2, 0.353),
-    WeightTile(128, 128, (2, 1), 6, 1, 0.36),
     WeightTile(128, 256, (2, 1), 4, 1, 0.639),
     WeightTile(256, 128, (2, 1), 4, 1, 0.634),
     WeightTile(128, 192, (2, 1), 5, 1, 0.466),
@@ -235,7 +234,7 @@ _PICKED = 1.3
 _KEPT = 8e7  # bytes that blocks of several tiles read once for all of them, thanks to the L2 cache
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
-CLUSTERS = 1, 2, 4
+CLUSTERS = 1, 2
 ROUNDS = 8  # partial sums of a division that is fine
 
 
