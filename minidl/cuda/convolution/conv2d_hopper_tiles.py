@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from typing import NamedTuple
 
@@ -225,13 +226,22 @@ def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, 
     for launch in (walks[i : i + CLASSES] for i in range(0, len(walks), CLASSES)):
         stages = np.array([h.taps * w.taps * chunks for h, w in launch])
         left = np.array([ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch])
-        # Taken so while blocks keep pace: rounds of all through the classes that have taps, then what is left.
+        order = np.argsort(stages == 0, kind="stable")  # those with taps first
+        stages, left = stages[order], left[order]
+        if left.sum() <= group:  # a tile for each block
+            rest = np.repeat(stages, left)
+            rest = np.pad(rest, (0, group - len(rest))).reshape(tile.resident, -1)
+            most += int(rest.sum(0).max())
+            continue
+        # Blocks take tiles when they come to them: while they keep pace, rounds of all through the classes that have
+        # taps, then what is left. Who begins first is not known, nor whether the blocks of a multiprocessor do.
         reached = stages > 0
         cycles = int(left[reached].min()) // group if reached.any() else 0
         left -= cycles * group * reached
-        rest = np.repeat(stages, left)
-        rest = np.pad(rest, (0, -len(rest) % group)).reshape(-1, tile.resident, device.multiprocessors)
-        most += cycles * tile.resident * int(stages.sum()) + int(rest.sum((0, 1)).max(initial=0))
+        held = [0] * group
+        for count in np.repeat(stages, left).tolist():
+            heapq.heapreplace(held, held[0] + count)
+        most += tile.resident * (cycles * int(stages.sum()) + max(held))
     return most
 
 
