@@ -43,20 +43,20 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
-// CUT (1, 2): blocks of a cluster that share the depth of a tile, and finish half of its columns each
-// (conv2d_hopper_cut.cuh).
+// CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
+// (conv2d_hopper_cut.cuh), and have this tile alone.
 //
 // DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
-// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
-// STEPS, products along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per
+// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the
+// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per
 // warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of another keeps the
-// pipeline filled, across tiles too.
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of
+// another keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
 // sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
@@ -221,8 +221,6 @@ using Sum = float[BLOCKS][TILE_N / 2];
 
 #if CUT > 1
 #include "conv2d_hopper_cut.cuh"
-#else
-#define CLUSTERED
 #endif
 
 #if MASKED
@@ -371,6 +369,12 @@ DEVICE void init_barriers(const Layout& at) {
 #if DIVIDED
 #include "conv2d_divided.cuh"
 #else
+#if CUT > 1
+#define CLUSTERED __cluster_dims__(CUT)
+#else
+#define CLUSTERED
+#endif
+
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,

@@ -9,8 +9,6 @@
 // 20.7). Clusters that do not run all at a time take up to twice as long as whole tiles.
 #pragma once
 
-#define CLUSTERED __cluster_dims__(CUT)
-
 constexpr int QUADS = OWN / 8;                // of four sums, that a thread has of 64 rows of a block's columns
 constexpr int ALL = 128 * WARPGROUPS;         // threads
 static_assert(CUT == 2 && BLOCKS * QUADS * ALL * 16 == SENT_BYTES, "a place for every sum");

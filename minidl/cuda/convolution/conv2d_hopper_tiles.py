@@ -271,13 +271,15 @@ def choose(
     code: int = 1,
     normalized: int = 0,
     sums: bool = False,
-    parts: int = 0,
+    parts: int | None = None,
 ) -> tuple[HopperTile | HaloTile, int]:
     """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`.
 
-    ``parts``: those of the depth; 0: as many as `parts_of` says.
+    ``parts``: those of the depth; None: as many as `parts_of` says.
     """
-    among = candidates(conv, backward, device, normalized > 0, parts or parts_of(conv, backward, code))
+    among = candidates(
+        conv, backward, device, normalized > 0, parts_of(conv, backward, code) if parts is None else parts
+    )
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _share(conv, backward, tile, device, code)
 
@@ -331,8 +333,9 @@ def taken(
     able, known = ({tile.name: tile for tile in _all(conv, backward, device, how)} for how in (normalized > 0, False))
     if choice.tile in able:
         return able[choice.tile], choice.split[0]
-    parts = known[choice.tile].parts if choice.tile in known else 0
-    return choose(conv, backward, device, code, normalized, sums, parts) if parts else None
+    if choice.tile not in known:
+        return None
+    return choose(conv, backward, device, code, normalized, sums, known[choice.tile].parts)
 
 
 def _all(
