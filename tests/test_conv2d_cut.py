@@ -172,6 +172,15 @@ def test_all_of_the_output_and_nothing_else_is_written(paired, case, rng, monkey
     writes_its_output_alone(paired, case, bfloat16, rng, both, monkeypatch)
 
 
+@cases(CASES[:3])
+def test_an_images_result_does_not_depend_on_its_batch(paired, case, rng):
+    x, dy = (draw(rng, (9, *shape[1:]), bfloat16) for shape in (case.x, case.y))
+    x, w, dy = put(paired, x, draw(rng, case.w, bfloat16), dy)
+    whole = both(paired, case, x, w, dy)
+    for images in (slice(0, 1), slice(8, 9), slice(2, 7)):
+        same(both(paired, case, x[images], w, dy[images]), [array[images] for array in whole])
+
+
 @cases(CASES)
 def test_what_is_not_finite_stays_where_it_belongs(paired, case, rng):
     keeps_nonfinite_apart(paired, case, bfloat16, rng, both)

@@ -277,11 +277,13 @@ def _launches(
     if division is not None:
         return division, []
     chosen, step, found = taken(choice, conv, backward, device, code), images_at_once(conv), []
+    parts = choose(conv, backward, device, code)[0].parts
     for i in range(0, conv.images, step):
         part = conv._replace(images=min(step, conv.images - i))
         images = None if part.images == conv.images else slice(i, i + part.images)
+        tile = chosen or choose(part, backward, device, code, 0, False, parts)
         how = {"relu": relu, "written": written, "spaced": spaced}
-        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, chosen, **how)]
+        found += [(images, one) for one in plan(part, code, backward, pitches, added, device, tile, **how)]
     return None, found
 
 
