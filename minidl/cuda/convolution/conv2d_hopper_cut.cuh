@@ -10,8 +10,8 @@
 // times as long as whole tiles.
 #pragma once
 
-constexpr int QUADS = OWN / 8;                // of four sums, that a thread has of 64 rows of a block's columns
-constexpr int ALL = 128 * WARPGROUPS;         // threads
+constexpr int QUADS = OWN / 8;         // of four sums, that a thread has of 64 rows of a block's columns
+constexpr int ALL = 128 * WARPGROUPS;  // threads
 static_assert(CUT == 2 && BLOCKS * QUADS * ALL * 16 == SENT_BYTES, "a place for every sum");
 
 using Whole = float[BLOCKS][OWN / 2];
@@ -38,9 +38,9 @@ DEVICE void exchange(Whole& whole, const Sum& sum, const Layout& at) {
     for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
         for (int j = 0; j < QUADS; ++j) {
-            const float4 quad = load_quad(place + (i * QUADS + j) * ALL * 16);
-            const float more[] = {quad.x, quad.y, quad.z, quad.w};
+            const uint4 quad = load_shared(place + (i * QUADS + j) * ALL * 16);
+            const u32 more[] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-            for (int e = 4 * j; e < 4 * j + 4; ++e) whole[i][e] = pick(other ^ 1, i, e) + more[e % 4];
+            for (int e = 4 * j; e < 4 * j + 4; ++e) whole[i][e] = pick(other ^ 1, i, e) + __uint_as_float(more[e % 4]);
         }
 }
