@@ -195,8 +195,8 @@ def test_the_order_of_every_sum_is_the_same_for_misaligned_slices(dtype, channel
                 ordering.append((launch.name, defines["LANES"], defines["TAPS"], launch.grid[0] // slabs))
             elif launch.name == "depthwise_strip_weight_kernel":
                 ordering.append((launch.name, *(defines[key] for key in ("COLUMNS", "LANES", "DEEP")), launch.grid))
-            elif launch.name == "conv2d_hopper_kernel":  # one order for all sizes
-                ordering.append(launch.name)
+            elif launch.name == "conv2d_hopper_kernel":  # one order for all tiles of as many parts
+                ordering.append((launch.name, defines["CUT"]))
             elif launch.name not in ("depthwise_kernel", "depthwise_strip_kernel"):  # their pixels sum taps in order
                 ordering.append((launch.name, defines.get("SPLIT"), launch.grid))
         return ordering
