@@ -457,15 +457,6 @@ DEVICE uint4 load_shared(u32 address) {
     return value;
 }
 
-DEVICE float4 load_quad(u32 address) {
-    float4 value;
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "r"(address)
-                 : "memory");
-    return value;
-}
-
 DEVICE uint2 load_shared_pair(u32 address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");

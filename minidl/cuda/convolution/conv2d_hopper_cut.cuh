@@ -3,14 +3,15 @@
 //
 // A thread sends to the one with its number and reads what that has sent, from a place of its own: nobody waits but for
 // what comes. Of two numbers either order has the same sum: the same bits with every tile that is cut.
-// Of ResNet-50 at 32 images on an H200 2048-512 at 7x7 pixels takes 11.2 us for 12.7, 3x3/2 512-512 at 14x14 18.1 for 23.8.
-// Tried without gain, the sums lying where the stages were: four blocks with tiles of 128x256 (15.5 and 21.2 us), three of
-// 128x192 (15.0 and 21.6), two with 256 rows or columns (17.2 and 28.8), two of 128x128 on each multiprocessor (12.8 and
-// 20.7). Clusters that do not run all at a time take up to twice as long as whole tiles.
+// Of ResNet-50 at 32 images on an H200 2048-512 at 7x7 pixels takes 10.5 us for 12.9, 3x3/2 512-512 at 14x14 17.4 for 23.9.
+// Tried before, with sums that came where the stages were, once both blocks were done with them (11.2 and 18.1 us): four
+// blocks with tiles of 128x256 (15.5 and 21.2), three of 128x192 (15.0 and 21.6), two with 256 rows or columns (17.2 and
+// 28.8), two of 128x128 on each multiprocessor (12.8 and 20.7). Clusters that do not run all at a time take up to three
+// times as long as whole tiles.
 #pragma once
 
-constexpr int QUADS = OWN / 8;                // of four sums, that a thread has of 64 rows of a block's columns
-constexpr int ALL = 128 * WARPGROUPS;         // threads
+constexpr int QUADS = OWN / 8;         // of four sums, that a thread has of 64 rows of a block's columns
+constexpr int ALL = 128 * WARPGROUPS;  // threads
 static_assert(CUT == 2 && BLOCKS * QUADS * ALL * 16 == SENT_BYTES, "a place for every sum");
 
 using Whole = float[BLOCKS][OWN / 2];
@@ -37,9 +38,9 @@ DEVICE void exchange(Whole& whole, const Sum& sum, const Layout& at) {
     for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
         for (int j = 0; j < QUADS; ++j) {
-            const float4 quad = load_quad(place + (i * QUADS + j) * ALL * 16);
-            const float more[] = {quad.x, quad.y, quad.z, quad.w};
+            const uint4 quad = load_shared(place + (i * QUADS + j) * ALL * 16);
+            const u32 more[] = {quad.x, quad.y, quad.z, quad.w};
 #pragma unroll
-            for (int e = 4 * j; e < 4 * j + 4; ++e) whole[i][e] = pick(other ^ 1, i, e) + more[e % 4];
+            for (int e = 4 * j; e < 4 * j + 4; ++e) whole[i][e] = pick(other ^ 1, i, e) + __uint_as_float(more[e % 4]);
         }
 }

@@ -144,7 +144,7 @@ _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
 # that the exchange takes.
 PARTS = 1, 2
-_WORKERS, _EXCHANGED = 132, 1.2
+_WORKERS, _EXCHANGED = 132, 0.9
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
