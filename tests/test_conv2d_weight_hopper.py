@@ -260,7 +260,7 @@ def test_every_tile_compiles_and_fits(tile, tf32):
     """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters; partial
     sums that hold little of a tile."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
-    variants, kernel = set(), (3, 3) if tile is hopper.HALO else (1, 1)
+    blocks, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
     much, little = (512, 64), (40, 24)
     kinds = (
         (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
@@ -278,16 +278,17 @@ def test_every_tile_compiles_and_fits(tile, tf32):
                 assert normalized or division[1] > 2, "only what registers do not suffice for"
                 continue
             planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, normalized, tf32)
-            variants.add((planned.stem, tuple(planned.defines.items())))
+            blocks[planned.stem, tuple(planned.defines.items())] = planned.block
             if planned.summed:
-                variants.add(("conv2d_weight_sum", tuple(planned.summed.defines.items())))
-    assert len(variants) >= 3
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(H200.arch), PROCESSES):
+                blocks["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block
+    assert len(blocks) >= 3
+    variants = sorted(blocks)
+    for variant, report in zip(variants, nvrtc.compile_all(variants, nvrtc.target(H200.arch), PROCESSES), strict=True):
         (kernel,) = report.kernels
         # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
         assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
         resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
-        assert -(-kernel.registers // 8) * 8 * planned.block * resident <= 65536
+        assert -(-kernel.registers // 8) * 8 * blocks[variant] * resident <= 65536
 
 
 def _gradient_of(x, dy, shape, tf32=0):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -149,3 +151,56 @@ def test_a_room_refuses_what_the_device_does_not_have(cuda_ops):
         held = room._pool.total_bytes()
         cupy.zeros(1 << 20, np.uint8)  # from what the room has kept
         assert room._pool.total_bytes() == held >= 1 << 20
+
+
+def test_a_room_that_is_dropped_gives_its_memory_back(cuda_ops):
+    """Whoever made it: a timer, or a step that was captured."""
+    import cupy
+
+    room = capture.Room()
+    pool = room._pool
+    with room.entered():
+        kept = cupy.zeros(3 << 20, np.uint8)
+        cupy.zeros(1 << 20, np.uint8)
+    assert pool.total_bytes() >= 4 << 20
+    del kept, room
+    assert pool.total_bytes() == 0
+
+
+def test_a_timer_drops_its_rooms(cuda_ops, monkeypatch):
+    import cupy
+
+    rooms, own = [], capture.Room
+
+    def room():
+        made = own()
+        rooms.append(made._pool)
+        return made
+
+    monkeypatch.setattr(capture, "Room", room)
+    x, budget = cupy.ones(1 << 20, np.float32), Budget(samples=2, sample_ms=0.1)
+    calls = [lambda: x * np.float32(2)]
+    DeviceTimer().replayed(calls, budget)
+    DeviceTimer().in_turns([calls, calls], budget)
+    assert [pool.total_bytes() for pool in rooms] == [0, 0]
+
+
+def test_rooms_end_with_their_last_reference(monkeypatch):
+    """Needs no GPU: their pool is told to give back what nobody uses once, and not before."""
+    told = []
+
+    class Pool:
+        def __init__(self, allocator):
+            self.malloc = allocator
+
+        def free_all_blocks(self):
+            told.append(self)
+
+    cuda = SimpleNamespace(Stream=lambda non_blocking: object(), MemoryPool=Pool)
+    monkeypatch.setattr(capture, "import_cupy", lambda: SimpleNamespace(cuda=cuda))
+    room = capture.Room()
+    other, pool = room, room._pool
+    del room
+    assert not told
+    del other
+    assert told == [pool]

@@ -9,6 +9,7 @@ work from the same block.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
@@ -196,7 +197,8 @@ class Room:
 
     A graph goes on writing to what its work made and dropped while it was captured. CuPy's pool takes that for free: it
     gives it to others, or back to the device, by `release` or where memory runs out. A room's memory stays with the
-    room as long as anybody refers to it; its graphs may share it, as each begins by writing what it reads.
+    room as long as anybody refers to it, then goes back to the device; its graphs may share it, as each begins by
+    writing what it reads.
 
     Attributes:
         stream: on which work is captured and graphs are launched.
@@ -206,17 +208,14 @@ class Room:
         cupy = import_cupy()
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self._pool = cupy.cuda.MemoryPool(_never_taken_back)
+        # A pool that is only dropped gives nothing back (CuPy 14).
+        weakref.finalize(self, self._pool.free_all_blocks).atexit = False
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Within, arrays of this thread come from the room's memory, and the stream is the current one."""
         with import_cupy().cuda.using_allocator(self._pool.malloc), self.stream:
             yield
-
-    def clear(self) -> None:
-        """Its graphs are over: what it has, and nobody uses, goes back to the device."""
-        self.stream.synchronize()
-        self._pool.free_all_blocks()
 
 
 def _never_taken_back(size: int) -> Any:

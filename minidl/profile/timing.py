@@ -209,7 +209,6 @@ class DeviceTimer(Timer):
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
         room = self._graphs.Room()
         with ExitStack() as graphs:
-            graphs.callback(room.clear)
             runs = []
             for calls in contestants:
                 launch, stream = graphs.enter_context(self.captured(calls, room))
@@ -226,12 +225,9 @@ class DeviceTimer(Timer):
         Args:
             room: of graphs that take turns; default: one of its own.
         """
-        own = room is None
         room = room or self._graphs.Room()
         self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
-        with ExitStack() as last, room.entered():
-            if own:
-                last.callback(room.clear)
+        with room.entered():
             # Kernels are loaded and the room is filled now: neither is allowed while a stream is captured.
             results = [call() for call in calls]
             del results

@@ -82,8 +82,10 @@ class WeightTile(NamedTuple):
         """The same where x is normalised on the way: products are turned over, channels times filters, and warpgroups
         have columns of their own where they can, so that each value is normalised once.
         """
-        split = prod(self.warpgroups) == 2 and self.columns % (2 * SPAN) == 0
-        return self._replace(warpgroups=(1, 2)) if split else self
+        if prod(self.warpgroups) != 2:
+            return self
+        count = next(count for count in (2, 3, 1) if self.columns % (count * SPAN) == 0)
+        return self._replace(warpgroups=(1, count) if count > 1 else self.warpgroups)
 
     @property
     def defines(self) -> dict[str, int]:
