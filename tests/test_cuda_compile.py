@@ -76,7 +76,8 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
     assert dx.shape == x.shape
     ops.conv2d_backward_data(dy, w, x.shape, bias=input_bias, add=x, **where)
     ops.conv2d(x, w, bias, relu=True, **where)
-    ops.conv2d_backward_data(dy, w, x.shape, add=x, mask=x, **where)
+    ops.conv2d_backward_data_summed(dy, w, x.shape, **where)
+    ops.conv2d_backward_data_summed(dy, w, x.shape, add=x, mask=x, **where)
     spaced = ops.conv2d_adds_spaced(x.shape, w, **where)
     half = ops.empty((x.shape[0], -(-x.shape[1] // 2), -(-x.shape[2] // 2), x.shape[3]), x.dtype) if spaced else x
     ops.conv2d_backward_data(dy, w, x.shape, add=half, **where)

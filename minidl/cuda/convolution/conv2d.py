@@ -42,7 +42,7 @@ from minidl.cuda.device import current_device
 from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
-from minidl.precision import float32
+from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "conv2d_adds_spaced",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
+    "conv2d_backward_data_summed",
     "conv2d_backward_weight",
     "conv2d_stats",
 ]
@@ -204,7 +205,6 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
-    mask: Any | None = None,
     tf32: int = False,
     out: Any = None,
 ) -> Any:
@@ -214,8 +214,6 @@ def conv2d_backward_data(
         bias: (C,) float32 or None: makes this the forward pass of a transposed convolution.
         add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding. Where
             `conv2d_adds_spaced`, also of every second pixel of every second line alone.
-        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
-            where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
         stride, padding, dilation, groups, tf32, out: as in `conv2d`.
     """
     who = "conv2d_backward_data"
@@ -225,21 +223,56 @@ def conv2d_backward_data(
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
     question = Question("backward_data", conv, dtype_code(dy, who), tf32)
     if out is not None and not _writes_at_a_pitch(who, question, dy, out):
-        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask, tf32=tf32))
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, tf32=tf32))
         return out
-    assert out is None or mask is None, "a mask may need another pass, which writes a new array"
     dx = empty(x_shape, dy.dtype) if out is None else out
-    code = check_operands(who, dy, w, bias, _full(question, add), dx, tf32)
+    check_operands(who, dy, w, bias, _full(question, add), dx, tf32)
+    if dx.size:
+        _gather(question, _choose(who, question), dy, w, bias, add, dx)
+    return dx
+
+
+def conv2d_backward_data_summed(
+    dy: Any,
+    w: Any,
+    x_shape: tuple[int, int, int, int],
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    add: Any | None = None,
+    mask: Any | None = None,
+    tf32: int = False,
+) -> tuple[Any, Any]:
+    """`conv2d_backward_data`, and on the way what the bias of the layer below is to have of it.
+
+    Args:
+        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
+            where it is positive, else is 0; in the kernel where it can, the same bits either way.
+        stride, padding, dilation, groups, add, tf32: as in `conv2d_backward_data`.
+
+    Returns:
+        dx; parts of its sums (R, C) float32, whose `channel_sum` is that of dx, or None where no kernel takes them.
+    """
+    who = "conv2d_backward_data_summed"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x_shape, w.shape, **geometry)
+    if dy.shape != conv.y_shape:
+        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+    question, dx = Question("backward_data", conv, dtype_code(dy, who), tf32), empty(x_shape, dy.dtype)
+    code = check_operands(who, dy, w, None, _full(question, add), dx, tf32)
     check_alike(who, dx, mask=mask)
     if not dx.size:
-        return dx
+        return dx, None
     choice = _choose(who, question)
-    if mask is not None and bias is None and _masks(question, choice):
+    together = add is None and dy.dtype == bfloat16 and conv.stride == (1, 1)
+    if _masks(question, choice) and (mask is not None or together):
         below = conv2d_hopper.NOTHING._replace(y=mask)
-        conv2d_hopper.masked_gradient(conv, code, as_rows(dy), contiguous(w), _given(as_rows, add), below, dx, choice)
-        return dx
-    _gather(question, choice, dy, w, bias, add, dx)
-    return dx if mask is None else activation.relu_backward(dx, mask)
+        arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+    _gather(question, choice, dy, w, None, add, dx)
+    return dx if mask is None else activation.relu_backward(dx, mask), None
 
 
 def conv2d_adds_spaced(
