@@ -26,6 +26,10 @@ from tests.convolutions import (
     three,
     writes_its_output_alone,
 )
+from tests.test_conv2d_masked import check as check_masked
+from tests.test_conv2d_masked import operands as masked_operands
+from tests.test_conv2d_normalized import check as check_normalized
+from tests.test_conv2d_normalized import operands as normalized_operands
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw
 
@@ -50,6 +54,7 @@ HALVES = [
     _case((2, 9, 8), 24, 264), _case((2, 9, 8), 40, 3), _case((2, 9, 8), 8, 8),
     _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
+TO_FEW = [case for case in CASES + HALVES if case.w[0] <= min(conv2d_thin.LABELS, case.x[3])]
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
 
 
@@ -184,6 +189,41 @@ def test_pitched_and_misaligned_arrays_and_repeats_give_the_bits_of_dense_ones(t
 @EVERY
 def test_all_of_the_output_and_nothing_else_is_written(thin, case, storage, rng, monkeypatch):
     writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
+
+
+@cases(TO_FEW)
+@EVERY_HALF
+def test_normalising_on_the_way_is_normalising_before(thin, case, storage, rng):
+    """Output, to the bit and without a pass, and weight gradient, whose rows beyond the last count as none."""
+    x, w, norm = normalized_operands(rng, case, storage)
+    x[0, 0, 0, 0] = np.nan
+    check_normalized(thin, case, x, w, norm)
+    conv, (dy, x, *norm) = plan_of(case), put(thin, draw(rng, case.y, storage), x, *norm)
+    assert conv2d_thin.normalizes(conv, 1)
+    z, found = thin.batch_norm_apply(x, *norm, relu=True), []
+    for source, given in ((x, norm), (z, None)):
+        found.append(thin.from_host(np.full(case.w, np.inf, float32)))
+        thin.conv2d_backward_weight(dy, source, norm=given, out=found[-1], **case.options)
+    same(found[:1], found[1:])
+
+
+@pytest.mark.parametrize("blocks", [1, 1000])
+@cases(TO_FEW)
+@EVERY_HALF
+def test_masking_on_the_way_is_masking_afterwards(thin, case, storage, blocks, rng, monkeypatch):
+    """By as many rows of a block as may be; where the rows of channels are whole sectors."""
+    monkeypatch.setattr(conv2d_thin, "_plan_gather", conv2d_thin._plan_gather.__wrapped__)
+    monkeypatch.setattr(conv2d_thin, "MOVES", 1 << 40)
+    monkeypatch.setattr(conv2d_thin, "ENOUGH", blocks)
+    hosts = masked_operands(rng, case, storage, joined=False, added=False)
+    assert (check_masked(thin, case, *hosts) is not None) == (case.x[3] % 16 == 0)
+    wide = np.zeros((*case.x[:3], case.x[3] + 8), storage)
+    wide[..., :-8] = hosts[3]
+    dy, w, x, *norm = put(thin, *hosts[:2], *hosts[3:-1])
+    inputs = x, put(thin, wide)[0][..., :-8]
+    both = [thin.conv2d_backward_data_masked(dy, w, a, *norm, **case.options) for a in inputs]
+    for one, other in zip(*both, strict=True):
+        assert one is other is None or thin.to_host(one).tobytes() == thin.to_host(other).tobytes()
 
 
 @cases(CASES)

@@ -164,6 +164,9 @@ def _forward(
         stats = _gather(wider, choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
+    if choice.family == "thin":
+        conv2d_thin.gather(conv, code, tf32, False, x, w, bias, None, y, relu, norm)
+        return y, None
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
@@ -188,10 +191,13 @@ def _rectified(y: Any, relu: bool) -> Any:
 def _normalizes(question: Question, statistics: bool, packed: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
-    if textbook() is not None or widened(conv, code) is not conv or conv.depthwise:
+    if textbook() is not None or conv.depthwise:
         return False
     choice = _choose("conv2d", question)
-    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
+    if choice.family == "thin":
+        return not statistics and conv2d_thin.normalizes(conv, code)
+    able = choice.family == "hopper" and widened(conv, code) is conv
+    return able and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
 
 
 def conv2d_backward_data(
@@ -346,6 +352,10 @@ def conv2d_backward_data_masked(
     if signs is not None:
         check_signs(signs, x)
     choice = _choose(who, question)
+    alone = y is None and add is None and gamma is not None and beta is not None and not transposed
+    if x.size and choice.family == "thin" and alone and conv2d_thin.masks(conv, code, x):
+        dx = empty(x.shape, dy.dtype)
+        return dx, conv2d_thin.masked_gradient(conv, code, dy, contiguous(w), x, (moments, gamma, beta), dx)
     if x.size and _masks(question, choice):
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
@@ -386,8 +396,11 @@ def conv2d_backward_weight(
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
-    able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
-    if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
+    able = {
+        "hopper": wide is conv and not conv.depthwise and code > 0 and conv2d_weight_hopper.normalizes(conv),
+        "thin": conv2d_thin.normalizes(conv, code),
+    }
+    if norm is not None and not able.get(choice.family):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
@@ -458,7 +471,7 @@ def _weight(
     elif choice.family == "small":
         conv2d_small.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "thin":
-        conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate)
+        conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate, norm or conv2d_thin.NOTHING)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm, tf32)
     else:
