@@ -191,7 +191,8 @@ class MaskedGradient:
         function: the activation; a ReLU unless there is a ``term``.
         array: the masked gradient, once somebody has it.
         relu, norm, parts: where a convolution has masked (`masked`), the names of the ReLU and of a batch norm
-            under it, and the parts of that one's sums; without a batch norm those of a bias' gradient (`summands`).
+            under it, and the parts of that one's sums; without a batch norm (``norm`` is empty) those of a bias'
+            gradient (`summands`), with no mask and nothing owed where ``relu`` is empty, too.
         other: the second batch norm below a sum, if nobody has taken its sums yet: whoever reads the gradient anyway,
             the first one, may, and leave them as ``norm`` and ``parts``.
     """

@@ -106,14 +106,15 @@ def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng
     assert bits(forced_ops, found[0]) == bits(forced_ops, found[1])
 
 
+@SIXTEEN
 @cases([case for case in CASES if case.stride == (1, 1) and case.name != "one-pixel"])
-def test_sums_are_taken_on_the_way(cuda_ops, case, rng):
+def test_sums_are_taken_on_the_way(cuda_ops, case, storage, rng):
     """By the kernels for Hopper, masked or not; of one pixel they divide the depth among blocks, and take none."""
     if not fits("hopper", case, bfloat16):
         pytest.skip("needs compute capability 9.0")
-    dy, w = put(cuda_ops, draw(rng, case.y, bfloat16), draw(rng, case.w, bfloat16))
+    dy, w = put(cuda_ops, draw(rng, case.y, storage), draw(rng, case.w, storage))
     with family("hopper"):
-        for mask in (None, cuda_ops.from_host(np.ones(case.x, bfloat16))):
+        for mask in (None, cuda_ops.from_host(np.ones(case.x, storage))):
             dx, parts = cuda_ops.conv2d_backward_data_summed(dy, w, case.x, mask=mask, **case.options)
             assert parts is not None and parts.shape[1:] == case.x[3:]
             assert_sums(cuda_ops, parts, cuda_ops.to_host(dx).astype(np.float64).reshape(-1, case.x[3]))

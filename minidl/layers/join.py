@@ -192,8 +192,8 @@ class Concat(Layer):
 def sum_for_biases(graph: Graph) -> None:
     """Let each convolution add up the gradient of its input where the bias of a convolution below is to have the sums.
 
-    That is where it alone reads what that one writes, or a concatenation of it. Under a ReLU the convolution that masks
-    for it does so (`Conv2d.masks`).
+    The graph is a model's, in which that bias is trained. It does so where it alone reads what that one writes, or a
+    concatenation of it. Under a ReLU the convolution that masks for it does (`Conv2d.masks`).
     """
     readers = graph.consumers()
 
@@ -201,7 +201,7 @@ def sum_for_biases(graph: Graph) -> None:
         return graph.nodes[readers[node.index][0]] if len(readers[node.index]) == 1 else None
 
     for node in graph.nodes:
-        if type(node.layer) not in (Conv2d, ConvTranspose2d) or not node.layer.biased:
+        if type(node.layer) not in (Conv2d, ConvTranspose2d) or not node.layer.params.trainable("bias"):
             continue
         above = only_reader(node)
         if above is not None and isinstance(above.layer, Concat):

@@ -42,7 +42,7 @@ from minidl.cuda.device import current_device
 from minidl.cuda.norm.batch_norm import batch_norm_apply, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import DTYPE, dtype_code
-from minidl.precision import bfloat16, float32
+from minidl.precision import float32
 from minidl.shapes import Pair
 
 __all__ = [
@@ -272,7 +272,7 @@ def conv2d_backward_data_summed(
     if not dx.size:
         return dx, None
     choice = _choose(who, question)
-    together = add is None and dy.dtype == bfloat16 and conv.stride == (1, 1)
+    together = add is None and conv.stride == (1, 1)  # else a masking kernel alone has the sums
     if _masks(question, choice) and (mask is not None or together):
         below = conv2d_hopper.NOTHING._replace(y=mask)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
@@ -396,11 +396,7 @@ def conv2d_backward_weight(
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
-    able = {
-        "hopper": wide is conv and not conv.depthwise and code > 0 and conv2d_weight_hopper.normalizes(conv),
-        "thin": conv2d_thin.normalizes(conv, code),
-    }
-    if norm is not None and not able.get(choice.family):
+    if norm is not None and not _weight_normalizes(question, choice):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
@@ -410,6 +406,15 @@ def conv2d_backward_weight(
         narrow(gradient, out, accumulate)
     else:
         _weight(question, choice, dy, x, out, accumulate, norm)
+
+
+def _weight_normalizes(question: Question, choice: Choice) -> bool:
+    """Whether the kernel that is chosen for a weight gradient should normalise its input."""
+    _, conv, code, _ = question
+    if choice.family == "thin":
+        return conv2d_thin.normalizes(conv, code)
+    able = choice.family == "hopper" and code > 0 and widened(conv, code) is conv and not conv.depthwise
+    return able and conv2d_weight_hopper.normalizes(conv)
 
 
 def _choose(who: str, question: Question) -> Choice:

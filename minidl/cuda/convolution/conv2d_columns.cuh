@@ -117,7 +117,7 @@ struct Tally {
 };
 
 // What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
-// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way; without a batch norm sum g.
+// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way; without one sum g.
 struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
 };

@@ -388,7 +388,7 @@ def masked_gradient(
     """Data gradient into ``output``, masked by the ReLU below; the parts of its sums, float32.
 
     Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``. ``below``:
-    of a batch norm, which gets (R, 2, C); a ReLU's output, or nothing (bfloat16 without stride and ``add``): (R, C).
+    of a batch norm, which gets (R, 2, C); a ReLU's output, or nothing (without stride and ``add``): (R, C).
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()

@@ -13,8 +13,8 @@
 //           g*(x - mean) of a block's rows go to partial (blocks, 2, wide)
 //
 // Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or
-// null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN. With NORMALIZED (narrow, 16-bit
-// types) the source is the input of a batch norm with a ReLU over it, whose output is multiplied.
+// null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN. With NORMALIZED (narrow,
+// 16-bit types) the source is the input of a batch norm with a ReLU over it, whose output is multiplied.
 //
 // Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in
 // flight. For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
@@ -25,12 +25,12 @@
 //
 // A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
 //
-// Macros: DTYPE, TF32, FEW, RELU, NORMALIZED, MASKED, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend; on
-// the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are read together
-// (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
+// Macros: DTYPE, TF32, FEW, RELU, NORMALIZED, MASKED, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source,
+// output and addend; on the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are
+// read together (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
 // Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each
-// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8 bytes for
-// each channel of the chunks.
+// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8
+// bytes for each channel of the chunks.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend, or of x.
 #include "conv2d_thin.cuh"
 

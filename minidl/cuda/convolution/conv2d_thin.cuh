@@ -41,8 +41,8 @@ DEVICE Vector fetch(const T* __restrict__ row, int channel, int channels) {
     return v;
 }
 
-// Of WIDTH neighbouring channels of the input of a batch norm with a ReLU over it: that ReLU's output, for `affine` pairs of
-// scale and shift.
+// Of WIDTH neighbouring channels of the input of a batch norm with a ReLU over it: that ReLU's output, for `affine`
+// pairs of scale and shift.
 DEVICE void normalize(Vector& x, const float2 (&affine)[WIDTH]) {
     float v[WIDTH];
     unpack(x, v);

@@ -1,5 +1,5 @@
-// The masked kernel of conv2d_thin.cu: a data gradient of few filters, and on the way what the ReLU and the batch norm below
-// do with it.
+// The masked kernel of conv2d_thin.cu: a data gradient of few filters, and on the way what the ReLU and the batch norm
+// below do with it.
 #pragma once
 
 static_assert(UNITS && VEC_ADD == WIDTH, "rows of whole vectors of 16-bit types");

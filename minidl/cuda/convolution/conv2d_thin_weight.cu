@@ -11,7 +11,8 @@
 //
 // NORMALIZED, of 16-bit types: `wide` is the input of a batch norm with a ReLU over it, whose output is multiplied.
 //
-// Macros: DTYPE, TF32, FEW, NORMALIZED; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor of EACH.
+// Macros: DTYPE, TF32, FEW, NORMALIZED; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor
+// of EACH.
 // Block: 8 warps. Grid: (blocks of 128 bytes of channels, chunks). A chunk is a multiple of 128 rows.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW); the few are read once for each block of channels.
 #include "conv2d_thin.cuh"
