@@ -175,6 +175,14 @@ def test_sums_for_biases_change_nothing_else(ops, precision):
     assert_same(plain, found, SUMMED if ops.name == "cuda" and precision == "bf16" else 0.0)
 
 
+def test_nobody_adds_up_what_no_bias_is_to_have():
+    def adding(frozen):
+        return {layer.name for layer in m.Model(joined(), frozen=frozen).layers if getattr(layer, "sums", False)}
+
+    assert adding(()) == adding(("up.bias",)) == {"second", "last"}
+    assert adding(("first.bias",)) == {"last"} and adding(("up.bias", "third.bias")) == {"second"}
+
+
 @pytest.mark.parametrize(("build", "gradients", "whole"), [(bare, 3, "df"), (joined, 2, ["last", "second"])])
 def test_biases_take_the_sums_that_a_gradient_came_with(cpu_ops, monkeypatch, build, gradients, whole):
     """Two parts of them, as kernels leave some; the rows of whole gradients are read where there are none."""
