@@ -213,7 +213,7 @@ def test_normalising_on_the_way_is_normalising_before(thin, case, storage, rng):
 def test_masking_on_the_way_is_masking_afterwards(thin, case, storage, blocks, rng, monkeypatch):
     """By as many rows of a block as may be; where the rows of channels are whole sectors."""
     monkeypatch.setattr(conv2d_thin, "_plan_gather", conv2d_thin._plan_gather.__wrapped__)
-    monkeypatch.setattr(conv2d_thin, "MOVES", 1 << 40)
+    monkeypatch.setattr(conv2d_thin, "MASKED_MOVES", 1 << 40)
     monkeypatch.setattr(conv2d_thin, "ENOUGH", blocks)
     hosts = masked_operands(rng, case, storage, joined=False, added=False)
     assert (check_masked(thin, case, *hosts) is not None) == (case.x[3] % 16 == 0)

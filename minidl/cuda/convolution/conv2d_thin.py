@@ -32,6 +32,7 @@ AFFINE = 8  # bytes of what a channel that is normalised needs
 # Blocks that keep a GPU busy; beyond these each takes several times as many rows, as long as it moves no more bytes:
 # what is short is over before its filters are there, what is long leaves others behind (16-96 channels: a tenth).
 ENOUGH, MOVES = 6 * 132, 96 * 1024
+MASKED_MOVES = 4 * MOVES  # where they begin anew with each chunk of channels, and leave sums at its end
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
 
@@ -193,7 +194,8 @@ def _plan_gather(
         # Of float32, and beside more than 24, there are no registers to hold them.
         defines["SEAMS"] = int(code > 0 and sides.few <= 24 and wide_y == most and sides.wide % (2 * most) > 0)
     count = ceil_div(conv.pixels, ROWS)
-    share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
+    moves = MASKED_MOVES if masked else MOVES
+    share = max(1, min(count // ENOUGH, moves // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
