@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minidl.cuda.convolution import conv2d_hopper
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -31,6 +32,12 @@ def draws(rng: np.random.Generator, case: Case, dtype: Any) -> tuple[Any, ...]:
 def plan_of(case: Case) -> Convolution:
     """The case as launchers see it."""
     return convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+
+
+def forget_plans() -> None:
+    """What is launched on Hopper is worked out anew: for who replaces what it follows from."""
+    conv2d_hopper.plan.cache_clear()
+    conv2d_hopper._launches.cache_clear()
 
 
 def stems_of(case: Case, dtype: Any, device: str = "H200", **options: Any) -> list[str]:

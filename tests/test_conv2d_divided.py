@@ -26,7 +26,10 @@ def _case(images: int, channels: int, filters: int) -> Case:
 CASES = [
     _case(64, 4096, 1000), _case(1, 2048, 520), _case(3, 1096, 776), _case(130, 1536, 520), _case(256, 2056, 584),
 ]  # fmt: skip
-SPLITS = [("128x64x4*2", 3), ("128x256x4", 2), ("256x128x4", 7), ("128x192x4", 5), ("128x128x5", 100)]
+SPLITS = [
+    ("128x64x4*2", 8), ("128x256x4", 2), ("256x128x4", 4), ("128x192x4", 1), ("128x128x5", 8), ("192x128x4", 2),
+    ("64x64x12", 2), ("64x64x12", 8), ("64x64x6*2", 4),
+]  # fmt: skip
 STORAGE = pytest.mark.parametrize(
     ("storage", "tf32"), [(bfloat16, 0), (float16, 0), (float32, 1)], ids=["bf16", "fp16", "tf32"]
 )
@@ -95,7 +98,7 @@ def test_every_choice_can_be_had_by_name(case):
 # ------------------------------------------------------------------------------------------------------- on a GPU
 
 
-@pytest.mark.parametrize(("tile", "parts"), SPLITS, ids=[tile for tile, _ in SPLITS])
+@pytest.mark.parametrize(("tile", "parts"), SPLITS, ids=[f"{tile}/{parts}" for tile, parts in SPLITS])
 @cases(CASES)
 @STORAGE
 def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf32, tile, parts, rng):

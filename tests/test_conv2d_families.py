@@ -22,6 +22,7 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
+from tests.convolutions import forget_plans
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
@@ -208,7 +209,7 @@ def test_chosen_tiles_apply_and_blocks_are_short(name):
         conv = convolution("test", shape, (filters, kernel, kernel, channels), (stride, stride), pad, (1, 1), 1)
         for backward in (False, True):
             tile, share = conv2d_hopper_tiles.choose(conv, backward, device)
-            assert tile in conv2d_hopper_tiles.candidates(conv, backward, device)
+            assert tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts)
             chosen.add(tile)
             rounds = ceil_div(conv2d_hopper_tiles.work(conv, backward, tile)[0], device.multiprocessors * tile.resident)
             length = conv2d_hopper_tiles.microseconds(conv, backward, tile, device)[0] / rounds * share
@@ -233,7 +234,8 @@ def test_more_images_never_take_less_time():
 
 @pytest.mark.parametrize(("size", "stride", "kernel"), [(14, 2, 3), (28, 2, 1), (9, 3, 3), (15, 3, 2)])
 def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stride, kernel):
-    """Tile by tile, as `within_class` of conv2d_hopper.cu looks up which of a class it is."""
+    """Tile by tile, as `within_class` of conv2d_hopper_tile.cuh looks up which of a class it is: those of blocks that
+    have one each lie on multiprocessors in turn, others are taken by whoever is free."""
     conv = convolution("test", (40, size, size, 136), (192, kernel, kernel, 136), (stride,) * 2, (1, 1), (1, 1), 1)
     walks, device = conv2d_walk.walks_of(conv, True), BUILT_IN["H200"]
     for tile in conv2d_hopper_tiles.TILES:
@@ -243,6 +245,7 @@ def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stri
             stages = [h.taps * w.taps * 3 for h, w in launch]
             count = max(1, sum(stage > 0 for stage in stages))
             cycles, found = min(tiles[:count]) // group, [0] * device.multiprocessors
+            held = [0] * group
             for index in range(sum(tiles)):
                 cycle, part = divmod(index // group, count)
                 left, rest = index - cycles * group * count, 0
@@ -251,7 +254,8 @@ def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stri
                     while left >= (rest := tiles[part] - (cycles * group if part < count else 0)):
                         left, part = left - rest, part + 1
                 found[index % group % device.multiprocessors] += stages[part]
-            most += max(found)
+                held[held.index(min(held))] += stages[part]
+            most += max(found) if sum(tiles) <= group else tile.resident * max(held)
         assert conv2d_hopper_tiles._most(conv, tile, device, 1) == most, tile.name
 
 
@@ -393,11 +397,11 @@ def each_tile(monkeypatch, case, backward, share, **options):
             for device in devices:
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
                 monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
+                forget_plans()
                 with family("hopper"):
                     yield tile
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
 
 
 def every_tile(ops, case, rng, monkeypatch, share):
@@ -416,14 +420,19 @@ def every_tile(ops, case, rng, monkeypatch, share):
     monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
     try:
         for tile in tiles:
-            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-            conv2d_hopper.plan.cache_clear()
+
+            def chosen(conv, backward, *_, tile=tile):
+                able = tile in conv2d_hopper_tiles.candidates(conv, backward, current_device())
+                return tile if able else conv2d_hopper_tiles.TILES[0], share
+
+            monkeypatch.setattr(conv2d_hopper, "choose", chosen)
+            forget_plans()
             with family("hopper"):
                 placed = put(ops, *hosts)
                 found = *both(ops, case, *placed, **options), *both(ops, case, *placed)
                 results[tile] = [bits(ops, y) for y in found]
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
     expected = results[conv2d_hopper_tiles.TILES[0]]
     assert all(np.isfinite(one.view(bfloat16).astype(np.float32)).all() for one in expected)
     different = [

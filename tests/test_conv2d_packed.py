@@ -15,6 +15,7 @@ from minidl.cuda.rows import DTYPE
 from minidl.layers import Conv2d
 from minidl.precision import bfloat16, float16
 from minidl.value import Normalized, Origin, Value
+from tests.convolutions import forget_plans
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits
 from tests.test_conv2d_normalized import FORWARD, LONG, normalised, operands
 from tests.test_conv2d_ops import cases, put
@@ -46,10 +47,10 @@ def run(ops, case, x, w, norm, storage, tile=None, share=1):
     with pytest.MonkeyPatch.context() as patch:
         if tile is not None:
             patch.setattr(conv2d_hopper, "choose", lambda *_: (tile, share))
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
         below = conv2d_hopper.Below(x, *norm)
         conv2d_hopper.forward_fused(conv, DTYPE[storage], x, w, None, y, below=below, packed=True)
-    conv2d_hopper.plan.cache_clear()
+    forget_plans()
     return ops.to_host(y)
 
 

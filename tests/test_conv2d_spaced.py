@@ -16,7 +16,7 @@ from minidl.fusion import fuse
 from minidl.graph import Graph
 from minidl.layers import Add, BatchNorm2d, Conv2d, Flatten, Linear, ReLU
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import SIXTEEN, plan_of
+from tests.convolutions import SIXTEEN, forget_plans, plan_of
 from tests.test_batch_norm_ops import signs_of
 from tests.test_conv2d_families import fits, poison
 from tests.test_conv2d_ops import Case, cases, put
@@ -79,13 +79,11 @@ def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
             for device in (current_device(), few):
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
                 monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
-                conv2d_hopper._launches.cache_clear()
+                forget_plans()
                 with family("hopper"):
                     check(cuda_ops, case, hosts)
     finally:
-        conv2d_hopper.plan.cache_clear()
-        conv2d_hopper._launches.cache_clear()
+        forget_plans()
 
 
 @pytest.mark.parametrize("which", ["3x3", "stride", "fp32", "generic"])

@@ -14,6 +14,7 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32
+from tests.convolutions import forget_plans
 from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
 from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
@@ -115,14 +116,14 @@ def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
             for device in (current_device(), few):
                 monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
                 monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                conv2d_hopper.plan.cache_clear()
+                forget_plans()
                 with family("hopper"):
                     y, stats = check(cuda_ops, case, *hosts)
                 found.append(stats.tobytes())
                 outputs.append(y.tobytes())
             assert found[0] == found[1], tile
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
     assert len(set(outputs)) == 1
 
 

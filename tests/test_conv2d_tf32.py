@@ -18,7 +18,7 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from tests import convolutions
-from tests.convolutions import Guarded, both, both_expected, same, three, three_expected
+from tests.convolutions import Guarded, both, both_expected, forget_plans, same, three, three_expected
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT, poison
 from tests.test_conv2d_ops import Case, cases, pitched, put
@@ -109,11 +109,11 @@ def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     try:
         for tile in conv2d_hopper_tiles.candidates(conv, False, few):
             monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-            conv2d_hopper.plan.cache_clear()
+            forget_plans()
             placed = put(hopper, *hosts)
             results[tile] = *both(hopper, case, *placed, tf32=1, **options), *both(hopper, case, *placed, tf32=1)
     finally:
-        conv2d_hopper.plan.cache_clear()
+        forget_plans()
     first = results[conv2d_hopper_tiles.TILES[0]]
     assert all(np.isfinite(one).all() for one in first)
     assert set(results) >= set(conv2d_hopper_tiles.TILES)

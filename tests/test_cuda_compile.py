@@ -17,6 +17,7 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_divided import FEW
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -403,9 +404,15 @@ def test_what_takes_most_registers_fits_sm_86_and_sm_89_too(stem):
             assert nvrtc.build(file, "sm_89", dict(defines)).kernels == compiled[file, defines].kernels
 
 
-@pytest.mark.parametrize(
-    "tile", (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.ROOMY, conv2d_hopper_tiles.THIRD, *HALO_TILES), ids=str
-)
+def _tiles_of_hopper():
+    """Whole ones and those that clusters cut, of plain convolutions and of those that normalise their input."""
+    deep = convolution("test", (4, 16, 16, 256), (256, 1, 1, 256), (1, 1), (0, 0), (1, 1), 1)
+    for parts, normalized in itertools.product(conv2d_hopper_tiles.PARTS, (False, True)):
+        yield from conv2d_hopper_tiles.candidates(deep, False, BUILT_IN["H200"], normalized, parts)
+    yield from (*HALO_TILES, *FEW)
+
+
+@pytest.mark.parametrize("tile", dict.fromkeys(_tiles_of_hopper()), ids=lambda tile: tile.name)
 @pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
 def test_every_tile_of_hopper_compiles_and_fits(tile):
     """Whichever tile sizes or a tuner choose: with and without strides, both directions, TF32 and bfloat16; float16 is
@@ -413,25 +420,24 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
     """
     device, variants = BUILT_IN["H200"], set()
     for code, backward, (kernel, stride) in itertools.product((0, 1), (False, True), ((1, 1), (3, 1), (3, 2))):
-        shape, filters, pair = (4, 16, 16, 64), (64, kernel, kernel, 64), (stride, stride)
+        c = 64 * tile.parts
+        shape, filters, pair = (4, 16, 16, c), (c, kernel, kernel, c), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if tile in conv2d_hopper_tiles.candidates(conv, backward, device):
-            launches += conv2d_hopper.plan(conv, code, backward, (64, 64), True, device, (tile, 1))
-            if code and kernel == 1 and tile in conv2d_hopper_tiles.TILES:
-                for parts in (1, 2, 4, 8):
-                    launches += conv2d_hopper.plan(conv, code, backward, (64, 0), False, device, (tile, 1), parts=parts)
+        if code and kernel == 1 and tile in (*conv2d_hopper_tiles.TILES, *FEW):
+            for parts in (1, 2, 4, 8):
+                launches += conv2d_hopper.plan(conv, code, backward, (c, 0), False, device, (tile, 1), parts=parts)
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts):
+            launches += conv2d_hopper.plan(conv, code, backward, (c, c), True, device, (tile, 1))
             if code and backward:
                 signed = {"masked": conv2d_hopper.SIGNED}
                 for spaced in {False, conv2d_hopper.adds_spaced(conv, code)}:
                     signed["spaced"] = spaced
-                    launches += conv2d_hopper.plan(
-                        conv, code, True, (64, 64, 64, 16), True, device, (tile, 1), **signed
-                    )
-        if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, normalized=True):
+                    launches += conv2d_hopper.plan(conv, code, True, (c, c, c, 32), True, device, (tile, 1), **signed)
+        if code and not backward and tile in conv2d_hopper_tiles.candidates(conv, False, device, True, tile.parts):
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):
-                launches += conv2d_hopper.plan(one, code, False, (64, 0), False, device, (tile, 1), normalized=how)
+                launches += conv2d_hopper.plan(one, code, False, (c, 0), False, device, (tile, 1), normalized=how)
         if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
             wide = 2 * tile.columns
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)

@@ -412,6 +412,30 @@ DEVICE void store_in_block(u32 address, int rank, double value) {
                  : "memory");
 }
 
+// The address there of what is at this block's `address`.
+DEVICE u32 in_block(u32 address, int rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
+// Stores four values in another block, which counts their bytes at a barrier of its own; both by their addresses there.
+DEVICE void send_to_block(u32 address, u32 barrier, float4 value) {
+    asm volatile(
+        "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
+        "r"(barrier), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+        : "memory");
+}
+
+// As barrier_wait, for what another block of the cluster has sent.
+DEVICE void barrier_wait_for_cluster(u32 barrier, u32 parity) {
+    asm volatile(
+        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n @!done bra "
+        "wait;\n}" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+}
+
 // What another block has at the same address.
 DEVICE float4 load_from_block(u32 address, int rank) {
     float4 value;
@@ -428,6 +452,15 @@ DEVICE uint4 load_shared(u32 address) {
     uint4 value;
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                  : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+                 : "r"(address)
+                 : "memory");
+    return value;
+}
+
+DEVICE float4 load_quad(u32 address) {
+    float4 value;
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
                  : "r"(address)
                  : "memory");
     return value;

@@ -16,9 +16,11 @@ from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["PARTS", "Division", "divided", "options"]
+__all__ = ["FEW", "PARTS", "Division", "divided", "options"]
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
+# For the fewest rows: stages are all filters but for those, and as many on their way as there is room for.
+FEW = HopperTile(64, 64, 12, 1, 1, 0.13, 0.3, 0.0), HopperTile(64, 64, 6, 1, 2, 0.11, 0.3, 0.0)
 MOST_ROWS = 256
 # Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
 # lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
@@ -71,7 +73,8 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
     if conv.groups > 1 or not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
         return []
     stages = _stages(conv, backward, code)
-    return [Division(tile, parts) for tile in TILES for parts in PARTS if parts <= stages]
+    tiles = *TILES, *(FEW if conv.images <= FEW[0].rows else ())
+    return [Division(tile, parts) for tile in tiles for parts in PARTS if parts <= stages]
 
 
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:

@@ -65,6 +65,7 @@ class HaloTile(NamedTuple):
     windows = WINDOWS
     threads = 384
     resident = 1
+    parts = 1
 
 
 HALO_TILES = (HaloTile(28, 0.55, 0.9, 0.3), HaloTile(32, 0.62, 0.9, 0.3))

@@ -44,18 +44,22 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
+// CUT (1, 2): blocks of a cluster that share the depth of a tile, and finish half of its columns each
+// (conv2d_hopper_cut.cuh).
+//
 // DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
 // of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
-// (and with it SINGLE), SPACED, RELU, GROUPED, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
+// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the pipeline;
 // STEPS, products along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per
 // warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, as many rows each; one thread of another keeps the
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of another keeps the
 // pipeline filled, across tiles too.
-// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + 2 * SLABS * 8192 + 1024 bytes.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
+// sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
 // it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
 // quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output fits). Of 64-256
@@ -71,13 +75,14 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = TILE_M == 192 ? 3 : 2;
+constexpr int WARPGROUPS = TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
-constexpr bool SHIFT = RESIDENT == 1;
+constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
+constexpr int PARTS = DIVIDED ? DIVIDED : CUT;  // stretches of the depth
 constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 registers are enough for
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
-static_assert(!GROUPED || (DTYPE && !NORMALIZED && !DIVIDED && (GROUPED == 1 || TILE_N == 64)), "whole groups of 16 bits");
+static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)), "whole groups of 16 bits");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
@@ -85,8 +90,10 @@ constexpr int BLOCKS = ROWS / 64;          // products along them
 constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
 constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
 constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int OWN = TILE_N / CUT;  // columns of a tile that a block finishes
+static_assert(OWN * CUT == TILE_N && OWN % SLAB_COLUMNS == 0, "whole slabs");
 constexpr int CLASSES = SPREAD ? 4 : 1;
-constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512;
+constexpr int BARRIER_BYTES = 256, AFFINE_BYTES = 512, SENT_BYTES = (CUT - 1) * TILE_M * OWN * 4;
 
 struct Maps {
     TensorMap filter;
@@ -122,73 +129,7 @@ struct Problem {
     Class classes[4];
 };
 
-// One tile of the output.
-struct Tile {
-    int index;  // of its class
-    int row, column;
-    int begin, end;  // channels that are summed
-    int source = 0;  // of the source, where they begin
-
-    __device__ __forceinline__ Tile(const Problem& p, int tile) : index(0), begin(0), end(p.depth) {
-#if DIVIDED
-        const int stages = ceil_div(p.depth, DEPTH), part = tile % DIVIDED;
-        begin = stages * part / DIVIDED * DEPTH, end = min(stages * (part + 1) / DIVIDED * DEPTH, p.depth);
-        tile /= DIVIDED;
-#endif
-        if constexpr (SPREAD) tile = within_class(p, tile);
-        const int m = tile / p.tiles_n;
-        column = (tile - m * p.tiles_n) * TILE_N;
-        row = m * TILE_M;
-        if constexpr (GROUPED) source = column / p.group_columns * p.depth;
-    }
-
-    // As the thread that fills tells of it.
-    __device__ __forceinline__ Tile(const Problem& p, const Ticket& ticket)
-        : index(SPREAD ? ticket.second >> 28 : 0), row(ticket.first), column(ticket.second & 0xfffffff), begin(0),
-          end(p.depth) {}
-    __device__ __forceinline__ Ticket ticket() const { return {row, SPREAD ? column | index << 28 : column}; }
-
-    // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
-    // them do, so that what they have in common is read once; what is left follows class by class.
-    __device__ __forceinline__ int within_class(const Problem& p, int tile) {
-        const int round = tile / p.group, cycle = round / p.count, done = p.cycles * p.group;
-        if (cycle < p.cycles) {
-            index = round - cycle * p.count;
-            tile += (cycle - round) * p.group;
-        } else {
-            const auto left = [&] { return p.classes[index].tiles * p.tiles_n - (index < p.count ? done : 0); };
-            tile -= done * p.count;
-            while (tile >= left()) tile -= left(), ++index;
-            if (index < p.count) tile += done;
-        }
-        return tile;
-    }
-
-    // Which rows it has, of all classes.
-    __device__ __forceinline__ int rows(const Problem& p) const {
-        int m = row / TILE_M;
-        for (int i = 0; SPREAD && i < index; ++i) m += p.classes[i].tiles;
-        return m;
-    }
-};
-
-struct Pixel {
-    int image, y, x;
-
-    __device__ __forceinline__ Pixel() {}
-    __device__ __forceinline__ Pixel(const Class& c, int row) {
-        const int line = row / c.width;
-        x = row - line * c.width;
-        image = line / c.height;
-        y = line - image * c.height;
-    }
-
-    __device__ __forceinline__ void advance(const Class& c, int pixels) {
-        x += pixels;
-        while (x >= c.width) x -= c.width, ++y;
-        while (y >= c.height) y -= c.height, ++image;
-    }
-};
+#include "conv2d_hopper_tile.cuh"
 
 // Shared memory: stages, slabs of output per warpgroup, barriers.
 struct Layout {
@@ -198,7 +139,7 @@ struct Layout {
     __device__ __forceinline__ u32 slab(int warpgroup, int i) const {
         return base + STAGES * STAGE_BYTES + (warpgroup * SLABS + i) * SLAB_BYTES;
     }
-    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0); }
+    __device__ __forceinline__ u32 barriers() const { return slab(WARPGROUPS, 0) + SENT_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return barriers() + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return barriers() + 8 * (STAGES + i); }
     __device__ __forceinline__ u32 added(int warpgroup, int i) const {
@@ -206,13 +147,16 @@ struct Layout {
     }
     // The tile that begins with a stage.
     __device__ __forceinline__ u32 ticket(int i) const { return added(WARPGROUPS, 0) + TICKET_BYTES * i; }
+    // That the other block of a cluster has sent its sums, and where they lie (conv2d_hopper_cut.cuh).
+    __device__ __forceinline__ u32 come() const { return ticket(STAGES); }
+    __device__ __forceinline__ u32 sent() const { return slab(WARPGROUPS, 0); }
     // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
 
 // Where a warpgroup's slabs lie.
 struct Place {
-    static constexpr int COUNT = BLOCKS * TILE_N / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+    static constexpr int COUNT = BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
@@ -272,15 +216,21 @@ struct Place {
 };
 
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
-constexpr int SLABS_AT_ONCE = Place::COUNT < 2 ? 1 : 2;
+constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
+
+using Sum = float[BLOCKS][TILE_N / 2];
+
+#if CUT > 1
+#include "conv2d_hopper_cut.cuh"
+#else
+#define CLUSTERED
+#endif
 
 #if MASKED
 #include "conv2d_hopper_below.cuh"
 #endif
 
 #include "conv2d_hopper_fill.cuh"
-
-using Sum = float[BLOCKS][TILE_N / 2];
 
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
@@ -413,13 +363,16 @@ DEVICE void init_barriers(const Layout& at) {
     constexpr int FILLING = NORMALIZED ? 2 : 1;  // threads that speak for the engine, and for the warp beside it
     for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
     for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), SPACED ? 128 : 1);
+#if CUT > 1
+    init_exchange(at);
+#endif
     barrier_init_done();
 }
 
 #if DIVIDED
 #include "conv2d_divided.cuh"
 #else
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p,
@@ -428,8 +381,13 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.source[0]), prefetch_map(maps.filter);
+    __syncwarp();
+    if constexpr (CUT > 1) cluster_arrive();
     await_predecessor();
-    __syncthreads();
+    if constexpr (CUT > 1)
+        cluster_wait();
+    else
+        __syncthreads();
 
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
@@ -457,14 +415,15 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
                 if (thread_again() % 32 == 0) barrier_arrive(at.emptied(ring.index));
                 ring.advance();
             }
-            output.prepare(tile);
+            const Tile own = tile.own();
+            output.prepare(own);
             if constexpr (SPREAD)
                 if (steps == 0) {
                     if (output.added() || (!MASKED && bias)) {
-                        write(output, tile, Zeros(), bias, partial, {moments, gamma, beta}, ring);
+                        write(output, own, Zeros(), bias, partial, {moments, gamma, beta}, ring);
                     } else {
-                        output.store_zeros(tile);
-                        leave_sums(output.place, tile, {}, partial);
+                        output.store_zeros(own);
+                        leave_sums(output.place, own, {}, partial);
                     }
                     continue;
                 }
@@ -474,7 +433,14 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
 #else
             accumulate(sum, at, ring, steps, warpgroup);
 #endif
-            write(output, tile, sum, bias, partial, {moments, gamma, beta}, ring);
+#if CUT > 1
+            Whole whole;
+            exchange(whole, sum, at);
+            write(output, own, whole, bias, partial, {moments, gamma, beta}, ring);
+            break;
+#else
+            write(output, own, sum, bias, partial, {moments, gamma, beta}, ring);
+#endif
         }
         output.drain();
     }

@@ -200,6 +200,7 @@ def plan(
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu, written
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked == SIGNED)]
+    share = share if tile.parts == 1 else 1  # clusters begin in turn
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
@@ -220,7 +221,7 @@ def plan(
         defines |= {"GROUPED": bundle_of(conv) if conv.groups > 1 else 0}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         tiles = int(problem["tiles"][0])
-        patches = tiles // int(problem["tiles_n"][0]) * tile.warpgroups
+        patches = tiles // (int(problem["tiles_n"][0]) * tile.parts) * tile.warpgroups
         grid = blocks(tiles, share, group)
         rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tiles
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, *rest))
@@ -368,7 +369,7 @@ def forward_fused(
     """
     x, w, bias = (None if array is None else aligned(array) for array in (x, w, bias))
     device, normalized = current_device(), 0 if below is None else 2 if packed else 1
-    chosen = taken(choice, conv, False, device, code, normalized > 0)
+    chosen = taken(choice, conv, False, device, code, normalized, statistics)
     rest = statistics, 0, normalized, relu, 0, rows(output)[2]
     (one,) = plan(conv, code, False, (rows(x)[2], 0), False, device, chosen, *rest)
     partial = empty((one.patches, 2, conv.out_channels), float32) if statistics else None
@@ -392,7 +393,7 @@ def masked_gradient(
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
-    chosen = taken(choice, conv, backward, device, code) or choose(conv, backward, device, code, 0, True)
+    chosen = taken(choice, conv, backward, device, code, 0, True)
     signed = below.signs is not None
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
     masked = SIGNED if signed else len(arrays) if below.x is not None else ALONE if arrays else 0
@@ -472,7 +473,7 @@ def _problem(
     tiles_n, count = ceil_div(columns, tile.columns), max(1, sum(h.taps * w.taps > 0 for h, w in walks))
     return argument(
         _PROBLEM,
-        tiles=int(table["tiles"].sum()) * tiles_n * max(parts, 1),
+        tiles=int(table["tiles"].sum()) * tiles_n * max(parts, tile.parts),
         share=share,
         group=group,
         tiles_n=tiles_n,

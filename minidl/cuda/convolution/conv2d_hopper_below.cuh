@@ -3,8 +3,10 @@
 #pragma once
 
 // Signs of a tile: 64 rows for each block of a warpgroup, from a multiple of 16 bytes on, as the engine wants them.
-constexpr int SIGN_ROW = TILE_N > 128 ? 32 : SIGN_CHUNK, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
-static_assert(TILE_N % 64 == 0 && TILE_N / 8 + TILE_N / 8 % 16 <= SIGN_ROW, "the signs of a tile are in its rows");
+constexpr int SIGN_ROW = OWN > 128 ? 32 : SIGN_CHUNK, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
+static_assert(WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES <= STAGE_BYTES && WARPGROUPS * BLOCKS * SIGN_BYTES <= STAGE_BYTES,
+              "what comes fits into stages");
+static_assert(OWN % 64 == 0 && OWN / 8 + OWN / 8 % 16 <= SIGN_ROW, "the signs of a tile are in its rows");
 
 // One thread: fills stages with what the slabs of a tile need of x and y.
 DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile) {

@@ -40,6 +40,6 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
                 ring.advance();
             }
 #if MASKED
-    if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile);
+    if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile.own());
 #endif
 }

@@ -15,9 +15,10 @@ DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
     static_assert(sizeof(Affine) * DEPTH / 2 <= AFFINE_BYTES);
     const int lane = threadIdx.x % 32, taps = p.classes[0].taps_h * p.classes[0].taps_w;
     Ring<STAGES> ring, before;
+    const Stretch stretch(p);
     bool open = false;  // whether a tile has begun with the stage before
     for (;;)
-        for (int channel = 0; channel < p.depth; channel += DEPTH) {
+        for (int channel = stretch.begin; channel < stretch.end; channel += DEPTH) {
             const Affine affine(norm, channel + lane / 4 * 8, channel + lane * 2);
             for (int tap = 0; tap < taps; ++tap, ring.advance()) {
                 if (open) {
@@ -28,7 +29,7 @@ DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
                 if (tap == 0) affine.store(at.affine(ring.index) + lane * sizeof(Affine));
                 __syncwarp();
                 if (lane == 0) barrier_arrive(at.filled(ring.index));
-                open = channel + tap == 0, before = ring;
+                open = channel == stretch.begin && tap == 0, before = ring;
             }
         }
 }
@@ -77,7 +78,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
     int keep = 0;
-    for (int channel = 0; channel < p.depth; channel += DEPTH) {
+    for (int channel = tile.begin; channel < tile.end; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
         for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
             for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {

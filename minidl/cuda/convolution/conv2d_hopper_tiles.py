@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import heapq
 import math
 from typing import NamedTuple
 
@@ -13,6 +14,7 @@ from minidl.cuda.convolution.conv2d_halo import HALO_TILES, HaloTile, halo_appli
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import (
     CLASSES,
+    DEPTH,
     STAGE_ROW,
     columns_of,
     depth_of,
@@ -21,13 +23,14 @@ from minidl.cuda.convolution.conv2d_walk import (
     reads,
     walks_of,
 )
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import BUILT_IN, DeviceRecord
 from minidl.shapes import ceil_div
 
 __all__ = [
+    "PAIRED",
+    "PARTS",
     "ROOMY",
     "SLAB",
-    "THIRD",
     "TILES",
     "HopperTile",
     "candidates",
@@ -35,6 +38,7 @@ __all__ = [
     "microseconds",
     "normalizing_pays",
     "options",
+    "parts_of",
     "taken",
     "work",
 ]
@@ -51,6 +55,7 @@ class HopperTile(NamedTuple):
         step, rest: microseconds that one stage takes of a multiprocessor, and what a tile costs beside its stages; as
             measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
         sums: what of these it takes besides to take sums of what it writes.
+        parts: the macro CUT, blocks that share the depth of a tile.
     """
 
     rows: int
@@ -61,11 +66,18 @@ class HopperTile(NamedTuple):
     step: float
     rest: float
     sums: float
+    parts: int = 1
 
     @property
     def name(self) -> str:
-        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor."""
-        return f"{self.rows}x{self.columns}x{self.stages}" + (f"*{self.resident}" if self.resident > 1 else "")
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor, ``/2`` for two parts."""
+        beside, parts = f"*{self.resident}" * (self.resident > 1), f"/{self.parts}" * (self.parts > 1)
+        return f"{self.rows}x{self.columns}x{self.stages}{beside}{parts}"
+
+    @property
+    def own(self) -> int:
+        """Columns that a block finishes."""
+        return self.columns // self.parts
 
     @property
     def fetched(self) -> int:
@@ -75,22 +87,23 @@ class HopperTile(NamedTuple):
     @property
     def warpgroups(self) -> int:
         """That share the rows."""
-        return 3 if self.rows == 192 else 2
+        return {64: 1, 192: 3}.get(self.rows, 2)
 
     @property
     def threads(self) -> int:
-        return 128 * self.warpgroups + (128 if self.resident == 1 else 32)
+        return 128 * self.warpgroups + (128 if self.resident == 1 and self.warpgroups > 1 else 32)
 
     def shared_bytes(self, normalized: bool = False) -> int:
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
         beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
-        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + beside
+        sent = (self.parts - 1) * self.rows * self.own * 4
+        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + sent + beside
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
-            "RESIDENT": self.resident,
+            "RESIDENT": self.resident, "CUT": self.parts,
         }  # fmt: skip
 
 
@@ -98,15 +111,16 @@ TILES = (
     HopperTile(128, 256, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
+    HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5),
     HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
     HopperTile(128, 128, 5, 4, 1, 0.38, 0.9, 0.5),
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
+# The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks.
+PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
-# Likewise: a third warpgroup multiplies while the others normalise.
-THIRD = HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
 # traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
@@ -127,20 +141,28 @@ AGAIN = 1.07
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
 _NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
+# Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
+# that the exchange takes.
+PARTS = 1, 2
+_WORKERS, _EXCHANGED = 132, 1.2
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
 
 def candidates(
-    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False, parts: int = 1
 ) -> list[HopperTile | HaloTile]:
-    """Every tile that can do a convolution that the family takes.
+    """Every tile that can do a convolution that the family takes, with its depth in so many parts.
 
-    One that normalises its input needs the registers of a multiprocessor for itself.
+    One that normalises its input needs the registers of a multiprocessor for itself. All tiles of as many parts add up
+    alike, to the bit.
     """
     tiles = TILES
     if normalized:
-        tiles = *(tile for tile in TILES if tile.resident == 1), THIRD, *([ROOMY] if conv.kernel == (1, 1) else [])
+        tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
+    if parts > 1:
+        deep = conv.groups == 1 and depth_of(conv, backward) > DEPTH
+        return [PAIRED] if deep and parts * work(conv, backward, PAIRED)[0] <= _WORKERS else []
     if conv.groups > 1:
         group = group_columns_of(conv, backward)
         return [tile for tile in tiles if group % tile.columns == 0]
@@ -184,6 +206,7 @@ def microseconds(
     if backward and code and columns_of(conv, backward) % channels and not isinstance(tile, HaloTile):
         fetched += stages * channels * EMPTY / ceil_div(columns_of(conv, backward), tile.columns)
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
+    multiplied = math.ceil(multiplied / tile.parts)
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
@@ -203,13 +226,22 @@ def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, 
     for launch in (walks[i : i + CLASSES] for i in range(0, len(walks), CLASSES)):
         stages = np.array([h.taps * w.taps * chunks for h, w in launch])
         left = np.array([ceil_div(conv.images * h.count * w.count, tile.rows) * columns for h, w in launch])
-        # Taken so while blocks keep pace: rounds of all through the classes that have taps, then what is left.
+        order = np.argsort(stages == 0, kind="stable")  # those with taps first
+        stages, left = stages[order], left[order]
+        if left.sum() <= group:  # a tile for each block
+            rest = np.repeat(stages, left)
+            rest = np.pad(rest, (0, group - len(rest))).reshape(tile.resident, -1)
+            most += int(rest.sum(0).max())
+            continue
+        # Blocks take tiles when they come to them: while they keep pace, rounds of all through the classes that have
+        # taps, then what is left. Who begins first is not known, nor whether the blocks of a multiprocessor do.
         reached = stages > 0
         cycles = int(left[reached].min()) // group if reached.any() else 0
         left -= cycles * group * reached
-        rest = np.repeat(stages, left)
-        rest = np.pad(rest, (0, -len(rest) % group)).reshape(-1, tile.resident, device.multiprocessors)
-        most += cycles * tile.resident * int(stages.sum()) + int(rest.sum((0, 1)).max(initial=0))
+        held = [0] * group
+        for count in np.repeat(stages, left).tolist():
+            heapq.heapreplace(held, held[0] + count)
+        most += tile.resident * (cycles * int(stages.sum()) + max(held))
     return most
 
 
@@ -227,7 +259,8 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
         longer = (_WINDOW if halo else _NORMALIZED[tile.rows, tile.columns]) - 1
         longer *= _PACKED if normalized > 1 else 1
         loaded = 0 if halo else stages / math.prod(conv.kernel) * _LOADED[normalized]
-    return stages * tile.step * (1 + longer) + loaded + tile.rest
+    rest = tile.rest if tile.parts == 1 else tile.rest / tile.parts + _EXCHANGED
+    return stages * tile.step * (1 + longer) + loaded + rest
 
 
 @functools.lru_cache(maxsize=1024)
@@ -238,11 +271,23 @@ def choose(
     code: int = 1,
     normalized: int = 0,
     sums: bool = False,
+    parts: int = 0,
 ) -> tuple[HopperTile | HaloTile, int]:
-    """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`."""
-    among = candidates(conv, backward, device, normalized > 0)
+    """The tile that should finish first, and after how many of them a block leaves; arguments as of `microseconds`.
+
+    ``parts``: those of the depth; 0: as many as `parts_of` says.
+    """
+    among = candidates(conv, backward, device, normalized > 0, parts or parts_of(conv, backward, code))
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _share(conv, backward, tile, device, code)
+
+
+@functools.lru_cache(maxsize=1024)
+def parts_of(conv: Convolution, backward: bool, code: int) -> int:
+    """Into how many parts the depth of a convolution is cut, whatever is fused into it and on every device."""
+    device = BUILT_IN["H200"]
+    among = [tile for parts in PARTS for tile in candidates(conv, backward, device, parts=parts)]
+    return min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1]).parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -265,7 +310,7 @@ def _share(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, devic
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
     """What a tuner may try: each tile, first what `choose` says."""
-    tiles = choose(conv, backward, device, code)[0], *candidates(conv, backward, device)
+    tiles = choose(conv, backward, device, code)[0], *_all(conv, backward, device)
     return [Choice("hopper", tile.name, (_share(conv, backward, tile, device, code),)) for tile in dict.fromkeys(tiles)]
 
 
@@ -276,10 +321,21 @@ def taken(
     backward: bool,
     device: DeviceRecord,
     code: int,
-    normalized: bool = False,
+    normalized: int = 0,
+    sums: bool = False,
 ) -> tuple[HopperTile | HaloTile, int] | None:
-    """Tile and share of a choice; None where it names none that can do this."""
+    """Tile and share of a choice, of one that cannot do what is fused those that `choose` says of as many parts; None
+    where it names none."""
     if choice is None or len(choice.split) != 1:
         return None
-    tiles = {tile.name: tile for tile in candidates(conv, backward, device, normalized)}
-    return (tiles[choice.tile], choice.split[0]) if choice.tile in tiles else None
+    able, known = ({tile.name: tile for tile in _all(conv, backward, device, how)} for how in (normalized > 0, False))
+    if choice.tile in able:
+        return able[choice.tile], choice.split[0]
+    parts = known[choice.tile].parts if choice.tile in known else 0
+    return choose(conv, backward, device, code, normalized, sums, parts) if parts else None
+
+
+def _all(
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
+) -> list[HopperTile | HaloTile]:
+    return [tile for parts in PARTS for tile in candidates(conv, backward, device, normalized, parts)]

@@ -69,7 +69,7 @@ def views_of(
 
     below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
     if signed:
-        row, box = signs_pitch(columns), CHUNK if tile.columns <= 8 * CHUNK else 2 * CHUNK
+        row, box = signs_pitch(columns), CHUNK if tile.own <= 8 * CHUNK else 2 * CHUNK
         below[-1] = [pixels(BYTES, row, row, box, *pair) for pair in walks]
     return Views(
         (filter_view(conv, code, backward, tile.columns), 0),
