@@ -121,12 +121,11 @@ def test_the_same_bits_with_and_without_clusters_and_beside_itself(cuda_ops, rng
     assert len({b"".join(cuda_ops.to_host(array).tobytes() for array in arrays) for arrays in results}) == 1
 
 
-@pytest.mark.parametrize("channels", [(8, 8), (5, 13), (64, 32), (300, 1), (3, 24)])
+@pytest.mark.parametrize("channels", [(8, 8), (5, 13), (64, 32), (300, 1)])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("summed", [False, True])
 def test_parts_beside_known_channels(cuda_ops, rng, count, channels, summed):
-    """As if all were merged and then put together, to the bit where as many blocks share them, and threads read as many
-    channels at a time; and each merged once."""
+    """As if all were merged and then put together, to the bit where as many blocks share them; and each merged once."""
     known, own = channels
     rows = 64 * count
     first = rng.standard_normal((count, 2, own)).astype(np.float32) ** 2
@@ -137,7 +136,6 @@ def test_parts_beside_known_channels(cuda_ops, rng, count, channels, summed):
     before = cuda_ops.from_host(np.concatenate([[rows], rng.standard_normal(known), rng.random(known)]))
     apart = found(cuda_ops, cuda_ops.batch_norm_concat([before, cuda_ops.batch_norm_merge(parts)]), known + own)
     alike = len({merge_lanes.shares_of(count, ceil_div(n, merge_lanes.GROUP)) for n in (own, known + own)}) == 1
-    alike = alike and (known % 4 == 0 or own % 4 > 0 or not summed)
     joined = cuda_ops.batch_norm_concat([before, parts])
     results = [found(cuda_ops, joined, known + own) for _ in range(2)]  # with the moments, and afterwards
     assert_same(*results, bits=True)

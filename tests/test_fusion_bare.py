@@ -29,7 +29,7 @@ from tests.test_fusion_tune import BF16, FP32, H200, assert_same_in_every_way
 SUMMED = 1e-5  # of the largest: some hundred numbers, added in float32 in two orders
 
 
-def bare(width=12, first=3):
+def bare(width=12, first=3, window=(3, 2, 1)):
     """ReLUs over convolutions: two in a row, one that a pooling reads, one that two convolutions read, and the last."""
     graph = m.Graph()
 
@@ -38,7 +38,7 @@ def bare(width=12, first=3):
         return m.ReLU(name=f"{name}.relu")(x)
 
     x = rectified(rectified(graph.input((8, 8, first)), "a"), "b")
-    x = rectified(m.MaxPool2d(3, 2, 1, name="pool")(x), "c")
+    x = rectified(m.MaxPool2d(*window, name="pool")(x), "c")
     x = m.Add(name="add")(rectified(x, "d"), rectified(x, "e", 1, bias=False))
     x = rectified(m.MaxPool2d(2, name="pool2")(m.ReLU(name="over a sum")(x)), "f")
     return graph.output(m.Linear(4 * width, 5, name="fc")(m.Flatten()(x)))
@@ -55,6 +55,11 @@ def pooled():
     x = m.Conv2d(3, 8, 3, padding=1, bias=False, name="stem")(graph.input((8, 8, 3)))
     x = m.MaxPool2d(3, 2, 1, name="pool")(m.ReLU(name="relu")(m.BatchNorm2d(8, name="bn")(x)))
     return graph.output(m.Linear(128, 5, name="fc")(m.Flatten()(x)))
+
+
+def apart():
+    """The same with windows side by side, whose pixels' sums are those of the windows."""
+    return bare(24, window=(2,))
 
 
 def joined(width=16):
@@ -83,7 +88,7 @@ def assert_same(a, b, bound):
 
 @pytest.mark.parametrize("frozen", [(), ("a.*", "b.*", "c.*"), ("*.weight",)], ids=["all", "top", "biases"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("build", [bare, wide])
+@pytest.mark.parametrize("build", [bare, wide, apart])
 def test_every_plan_gives_the_same_bits(ops, build, precision, frozen):
     plain, *others = (
         run(fused(build, how, ops, precision=precision, frozen=frozen)) for how in (*fusion.PLANS, "auto")
@@ -183,7 +188,7 @@ def test_nobody_adds_up_what_no_bias_is_to_have():
     assert adding(("first.bias",)) == {"last"} and adding(("up.bias", "third.bias")) == {"second"}
 
 
-@pytest.mark.parametrize(("build", "gradients", "whole"), [(bare, 3, "df"), (joined, 2, ["last", "second"])])
+@pytest.mark.parametrize(("build", "gradients", "whole"), [(bare, 3, "bdf"), (apart, 3, "df"), (joined, 2, "ls")])
 def test_biases_take_the_sums_that_a_gradient_came_with(cpu_ops, monkeypatch, build, gradients, whole):
     """Two parts of them, as kernels leave some; the rows of whole gradients are read where there are none."""
     summed, read, own, add_up = [], [], cpu_ops.conv2d_backward_data_summed, cpu_ops.channel_sum

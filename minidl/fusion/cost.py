@@ -103,7 +103,7 @@ class Machine(NamedTuple):
             return self.arch == HOPPER and precision.storage == bfloat16
         if mode == "statistics" and 1 < layer.groups == layer.in_channels == layer.out_channels:
             return self.arch is not None and precision.storage == bfloat16
-        if mode in ("prologue", "gradients") and _labels(layer):
+        if mode == "prologue" and _labels(layer):
             return self.arch is not None and precision.storage.itemsize == 2
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
@@ -113,7 +113,7 @@ class Machine(NamedTuple):
 def _labels(layer: Conv2d | ConvTranspose2d) -> bool:
     """Whether a convolution labels pixels: to few channels, of many (conv2d_thin.cu)."""
     point = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
-    return type(layer) is Conv2d and point and layer.out_channels <= LABELS and layer.in_channels % 16 == 0
+    return type(layer) is Conv2d and point and layer.out_channels <= LABELS and layer.in_channels > layer.out_channels
 
 
 class Predicted(NamedTuple):

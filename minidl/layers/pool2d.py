@@ -105,6 +105,11 @@ class MaxPool2d(_Pool):
         }  # fmt: skip
 
     @property
+    def _apart(self) -> bool:
+        """Whether no pixel lies in two windows."""
+        return self.dilation == (1, 1) and all(s >= k for s, k in zip(self.stride, self.kernel_size, strict=True))
+
+    @property
     def small_tiles(self) -> bool:
         """Whether windows lie side by side, few enough pixels in each for a thread to hold."""
         apart = self.stride == self.kernel_size and self.padding == (0, 0) and self.dilation == (1, 1)
@@ -149,7 +154,8 @@ class MaxPool2d(_Pool):
             if not (isinstance(dy, MaskedGradient) and dy.relu == kept.relu):
                 dy = MaskedGradient.masked(self.ops.relu_backward(finished(self.ops, dy), kept.y), kept.relu)
             dx = self.ops.max_pool2d_backward(dy.array, kept.index, kept.shape, **self._window)
-            return MaskedGradient.masked(dx, kept.relu, parts=dy.parts)
+            # Where windows overlap, what is stored are rounded sums: theirs are others.
+            return MaskedGradient.masked(dx, kept.relu, parts=dy.parts if self._apart else None)
         dy = finished(self.ops, dy)
         if hasattr(kept, "raw"):
             term = Normalized(kept.raw, kept.moments, *kept.affine)

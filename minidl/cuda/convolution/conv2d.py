@@ -352,10 +352,6 @@ def conv2d_backward_data_masked(
     if signs is not None:
         check_signs(signs, x)
     choice = _choose(who, question)
-    alone = y is None and add is None and gamma is not None and beta is not None and not transposed
-    if x.size and choice.family == "thin" and alone and conv2d_thin.masks(conv, code, x):
-        dx = empty(x.shape, dy.dtype)
-        return dx, conv2d_thin.masked_gradient(conv, code, dy, contiguous(w), x, (moments, gamma, beta), dx)
     if x.size and _masks(question, choice):
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx

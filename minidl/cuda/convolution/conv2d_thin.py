@@ -18,7 +18,7 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["applies", "backward_weight", "gather", "masked_gradient", "masks", "normalizes", "pays"]
+__all__ = ["applies", "backward_weight", "gather", "normalizes", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient, of one in TF32; of an output or
@@ -32,7 +32,6 @@ AFFINE = 8  # bytes of what a channel that is normalised needs
 # Blocks that keep a GPU busy; beyond these each takes several times as many rows, as long as it moves no more bytes:
 # what is short is over before its filters are there, what is long leaves others behind (16-96 channels: a tenth).
 ENOUGH, MOVES = 6 * 132, 96 * 1024
-MASKED_MOVES = 4 * MOVES  # where they begin anew with each chunk of channels, and leave sums at its end
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
 
@@ -128,23 +127,6 @@ def normalizes(conv: Convolution, code: int) -> bool:
     return code > 0 and conv.out_channels <= min(LABELS, conv.channels)
 
 
-def masks(conv: Convolution, code: int, x: Any) -> bool:
-    """Whether `masked_gradient` takes the data gradient: of few filters, in rows of whole sectors, like those of x."""
-    whole = conv.channels % (2 * ACCESS // itemsize_of(code)) == 0
-    return normalizes(conv, code) and whole and vector_width(as_rows(x)) * itemsize_of(code) == ACCESS
-
-
-def masked_gradient(conv: Convolution, code: int, dy: Any, w: Any, x: Any, norm: Norm, output: Any) -> Any:
-    """Data gradient into ``output`` where the output of the ReLU over the batch norm was positive, else 0; the parts of
-    that one's sums, (R, 2, C) float32. ``x``, ``norm``: the batch norm's; where `masks`."""
-    dy, x = as_rows(dy), as_rows(x)
-    pitches, vectors = (rows(dy)[2], rows(x)[2]), (vector_width(dy), ACCESS, ACCESS)
-    planned = _plan_gather(conv, code, 0, True, pitches, vectors, masked=True)
-    partial = empty((planned.grid, 2, conv.channels), float32)
-    planned.start(dy, w, x, *norm, output, partial)
-    return partial
-
-
 def backward_weight(
     conv: Convolution, code: int, tf32: int, dy: Any, x: Any, out: Any, accumulate: bool, norm: Norm = NOTHING
 ) -> None:
@@ -168,12 +150,11 @@ def _plan_gather(
     vectors: tuple[int, int, int],
     relu: bool = False,
     normalized: bool = False,
-    masked: bool = False,
 ) -> Launched:
     """The launch of conv2d_thin.cu.
 
     Args:
-        pitches: elements per pixel of the source and of the array to be added, or of the batch norm's input below.
+        pitches: elements per pixel of the source and of the array to be added.
         vectors: widest legal vectors of the source, of the output as one row, and of that array.
     """
     sides, itemsize = _sides(conv), itemsize_of(code)
@@ -183,7 +164,7 @@ def _plan_gather(
     wide_x, flat, wide_add = (min(vector, most) for vector in vectors)
     few_x, few_add = gcd(wide_x, run), gcd(wide_add, run)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
-    defines |= {"NORMALIZED": int(normalized), "MASKED": int(masked)}
+    defines["NORMALIZED"] = int(normalized)
     # Beside the sums of more than 24 there are no registers for two.
     batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
@@ -194,13 +175,12 @@ def _plan_gather(
         # Of float32, and beside more than 24, there are no registers to hold them.
         defines["SEAMS"] = int(code > 0 and sides.few <= 24 and wide_y == most and sides.wide % (2 * most) > 0)
     count = ceil_div(conv.pixels, ROWS)
-    moves = MASKED_MOVES if masked else MOVES
-    share = max(1, min(count // ENOUGH, moves // (ROWS * itemsize * (sides.few + sides.wide))))
+    share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
     problem = argument(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
-    name = "narrow" if narrow else "masked" if masked else "widen"
+    name = "narrow" if narrow else "widen"
     shared = sides.shared_bytes(itemsize, batch) + narrow * ROWS * sides.few * itemsize
     shared += normalized * round_up(sides.wide, batch * 4 * most) * AFFINE
     grid = ceil_div(count, share)

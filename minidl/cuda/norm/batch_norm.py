@@ -377,8 +377,7 @@ def batch_norm_backward_sums(
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
     args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
-    quads = channels % 4 == 0
-    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args, quads=quads, SUMS=1)
+    merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args, SUMS=1)
     return sums
 
 

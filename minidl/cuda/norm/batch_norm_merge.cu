@@ -36,7 +36,7 @@ struct Merged {
             total, there ? chunks : 0,
             [&](int chunk) {
                 const float* from = first + i64(chunk) * 2 * own + channel;
-                return load_pairs(from, from + own);
+                return make_float2(from[0], from[own]);
             },
             [&](double(&v)[2], int, const float2& part) {
                 v[0] += part.x;
@@ -59,7 +59,7 @@ struct Merged {
             total, there ? chunks : 0,
             [&](int chunk) {
                 const i64 from = i64(chunk) * own + channel;
-                return Chunk<Part>{{{first[from], squares[from]}}};
+                return Part{first[from], squares[from]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
                 const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
@@ -84,7 +84,7 @@ struct Merged {
 };
 
 // stats (1 + 2C,) double.
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
                         double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
                         int channels) {
@@ -94,7 +94,7 @@ batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict
 }
 
 // What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                           const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
@@ -114,7 +114,7 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
 // where their pointers are not null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
                                  float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
                                  int channels) {
@@ -129,7 +129,7 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
         total, from_channel < channels ? chunks : 0,
         [&](int chunk) {
             const float* from = partial + i64(chunk) * 2 * channels + from_channel;
-            return load_pairs(from, from + channels);
+            return make_float2(from[0], from[channels]);
         },
         [&](double(&v)[2], int, const float2& part) {
             v[0] += part.x;

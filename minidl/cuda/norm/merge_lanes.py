@@ -12,8 +12,7 @@ from minidl.shapes import ceil_div
 __all__ = ["merge_lanes"]
 
 GROUP = 8  # channels of a block
-THREADS = 256
-LANES = 32  # threads over the chunks of a channel, where a thread has one
+LANES = 32  # threads over the chunks of a channel
 EACH = 8  # chunks that a lane reads at once
 # More chunks than these are shared out among the blocks of a cluster; into how many shares at most.
 FEW, SHARES = 512, 8
@@ -31,17 +30,14 @@ def shares_of(chunks: int, groups: int) -> int:
     return shares
 
 
-def merge_lanes(
-    stem: str, kernel: str, chunks: int, channels: int, *args: Any, quads: bool = False, **defines: int
-) -> None:
+def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, **defines: int) -> None:
     """Start a kernel of ``<stem>.cu`` that merges partial results in an order that follows from their number.
 
     Args:
         args: all of the kernel's but the last two, ``chunks`` and ``channels``.
-        quads: whether channels may be read four at a time.
     """
     groups = ceil_div(channels, GROUP)
     shares = shares_of(chunks, groups)
     cluster = shares if current_device().arch >= (9, 0) else 1
-    macros = {"EACH": 4 if quads else 1, "SHARES": shares, "CLUSTER": cluster, **defines}
-    launch(stem, kernel, groups * cluster, THREADS, *args, *ints(chunks, channels), defines=macros)
+    macros = {"SHARES": shares, "CLUSTER": cluster, **defines}
+    launch(stem, kernel, groups * cluster, GROUP * LANES, *args, *ints(chunks, channels), defines=macros)

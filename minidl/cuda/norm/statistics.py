@@ -58,9 +58,7 @@ class Parts:
     def _merge(self, kernel: str, known: int, *args: Any) -> None:
         sizes, summed = ints(known, self.rows, self.chunk_rows), int(self.squares is None)
         operands = self.first, self.squares, *args, *sizes
-        quads = summed and known % 4 == 0 and self.channels % 4 == 0
-        channels = known + self.channels
-        merge_lanes("batch_norm_merge", kernel, len(self.first), channels, *operands, quads=quads, SUMS=summed)
+        merge_lanes("batch_norm_merge", kernel, len(self.first), known + self.channels, *operands, SUMS=summed)
 
 
 class Joined:
