@@ -22,7 +22,7 @@ from minidl.dist.agree import require_same, require_same_arrays
 from minidl.dist.communicator import SOLO, Communicator, by_kernels
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers.join import leave_strided, share_buffers
+from minidl.layers.join import leave_strided, share_buffers, sum_for_biases
 from minidl.layers.pool2d import pool_beside
 from minidl.messages.factors import most_rows
 from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
@@ -111,6 +111,7 @@ class Model(checks.Told):
         self._places = share_buffers(graph)
         leave_strided(graph)
         pool_beside(graph)
+        sum_for_biases(graph)
         if message_dtype not in ("fp32", "bf16"):
             raise checks.unknown("message_dtype", message_dtype, ("fp32", "bf16"))
         if group_bytes is None:

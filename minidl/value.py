@@ -28,6 +28,7 @@ __all__ = [
     "finished",
     "materialize",
     "owed",
+    "summands",
 ]
 
 
@@ -190,7 +191,8 @@ class MaskedGradient:
         function: the activation; a ReLU unless there is a ``term``.
         array: the masked gradient, once somebody has it.
         relu, norm, parts: where a convolution has masked (`masked`), the names of the ReLU and of a batch norm
-            under it, and the parts of that one's sums.
+            under it, and the parts of that one's sums; without a batch norm (``norm`` is empty) those of a bias'
+            gradient (`summands`), with no mask and nothing owed where ``relu`` is empty, too.
         other: the second batch norm below a sum, if nobody has taken its sums yet: whoever reads the gradient anyway,
             the first one, may, and leave them as ``norm`` and ``parts``.
     """
@@ -205,7 +207,7 @@ class MaskedGradient:
     def masked(
         cls, array: Any, relu: str, norm: str = "", parts: Any = None, other: Normalized | None = None
     ) -> MaskedGradient:
-        """One that is masked for the layer ``relu`` already, with what was taken for the layer ``norm``."""
+        """One that is masked for the layer ``relu`` already, if any, with what was taken for the layer ``norm``."""
         gradient = cls(array)
         gradient.array, gradient.relu, gradient.norm, gradient.parts = array, relu, norm, parts
         gradient.other = other
@@ -342,6 +344,12 @@ class SpacedGradient(MaskedGradient):
 def addend(ops: ModuleType, layer: Any, gradient: Any) -> Any:
     """A gradient as a layer's ``backward`` takes it to add."""
     return gradient if isinstance(gradient, layer.accepts_owed) else finished(ops, gradient)
+
+
+def summands(ops: ModuleType, gradient: Any) -> Any:
+    """Rows that add up to the sums of a gradient over its pixels: what a kernel left of them, or its own."""
+    left = isinstance(gradient, MaskedGradient) and not gradient.norm and gradient.parts is not None
+    return gradient.parts if left else finished(ops, gradient)
 
 
 def finished(ops: ModuleType, gradient: Any) -> Any:

@@ -107,7 +107,8 @@ def test_who_does_the_work_by_hand():
     (first, second), pools = [[f"features.{i}" for i in pair] for pair in ((0, 2), (3, 4))]
     assert found["features.1", "forward"] == first and found["features.1", "backward_data"] == second
     assert found[pools[0], "backward_data"] == pools[1]
-    assert not kernels[pools[0], "forward"] and len(kernels[pools[1], "backward_data"]) == 2, "mask, then scatter"
+    assert not kernels[pools[0], "forward"] and len(kernels[pools[1], "backward_data"]) == 1, "the one above masks"
+    assert len(kernels["features.30", "backward_data"]) == 2, "mask, then scatter: no convolution is above"
     _, _, found = dry("bnff", "resnet50", 64)
     assert found["layer1.0.relu1", "forward"] == "layer1.0.conv2", "which normalises what it reads"
 

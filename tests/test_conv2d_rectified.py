@@ -1,15 +1,19 @@
-"""A ReLU over a convolution done by its kernel, and one below by its data gradient: the bits of separate passes."""
+"""A ReLU over a convolution done by its kernel, and one below by its data gradient: the bits of separate passes.
+
+Where the data gradient leaves parts of its sums, for a bias below, they are its sums as it is stored.
+"""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
+from minidl.cuda.convolution.conv2d_family import family
 from minidl.precision import bfloat16, float32
 from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops  # noqa: F401
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
-from tests.tolerance import draw
+from tests.tolerance import assert_close, draw
 
 ADDED = pytest.mark.parametrize("added", [False, True])
 
@@ -30,12 +34,27 @@ def forward(ops, case, x, w, bias, **options):
 
 
 def backward(ops, case, dy, w, mask, add, **options):
-    """The bits of a data gradient masked by the output of a ReLU below, which are those of both apart."""
+    """The bits of a data gradient masked by the output of a ReLU below, which are those of both apart; and its sums."""
     dy, w, mask, add = (None if array is None else ops.from_host(array) for array in (dy, w, mask, add))
     plain = ops.conv2d_backward_data(dy, w, case.x, add=add, **case.options, **options)
-    found = ops.conv2d_backward_data(dy, w, case.x, add=add, mask=mask, **case.options, **options)
-    assert bits(ops, found) == bits(ops, ops.relu_backward(plain, mask))
-    return bits(ops, found)
+    found = b""
+    for expected, below in ((plain, None), (ops.relu_backward(plain, mask), mask)):
+        dx, parts = ops.conv2d_backward_data_summed(dy, w, case.x, add=add, mask=below, **case.options, **options)
+        assert bits(ops, dx) == bits(ops, expected)
+        found += bits(ops, dx)
+        if parts is not None:
+            rows = ops.to_host(dx).astype(np.float64).reshape(-1, case.x[3])
+            assert_sums(ops, parts, rows)
+            found += bits(ops, parts)
+    return found
+
+
+def assert_sums(ops, parts, rows):
+    """That ``parts`` (R, C) add up to the sums of ``rows``, in parts of which each was added up in float32."""
+    sums = ops.from_host(np.full(parts.shape[-1], np.nan, np.float32))
+    ops.channel_sum(parts, out=sums)
+    scale = np.abs(rows).max(initial=0.0)
+    assert_close(ops.to_host(sums), rows.sum(0), float32, terms=len(rows), scale=scale)
 
 
 def below(rng, case, storage):
@@ -83,8 +102,22 @@ def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng
     y = below(rng, case, storage)
     dy, w, mask = put(forced_ops, draw(rng, case.y, storage), draw(rng, case.w, storage), y)
     wide = pitched(forced_ops, y, before, 16)
-    found = [forced_ops.conv2d_backward_data(dy, w, case.x, mask=m, **case.options) for m in (mask, wide)]
+    found = [forced_ops.conv2d_backward_data_summed(dy, w, case.x, mask=m, **case.options)[0] for m in (mask, wide)]
     assert bits(forced_ops, found[0]) == bits(forced_ops, found[1])
+
+
+@SIXTEEN
+@cases([case for case in CASES if case.stride == (1, 1) and case.name != "one-pixel"])
+def test_sums_are_taken_on_the_way(cuda_ops, case, storage, rng):
+    """By the kernels for Hopper, masked or not; of one pixel they divide the depth among blocks, and take none."""
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    dy, w = put(cuda_ops, draw(rng, case.y, storage), draw(rng, case.w, storage))
+    with family("hopper"):
+        for mask in (None, cuda_ops.from_host(np.ones(case.x, storage))):
+            dx, parts = cuda_ops.conv2d_backward_data_summed(dy, w, case.x, mask=mask, **case.options)
+            assert parts is not None and parts.shape[1:] == case.x[3:]
+            assert_sums(cuda_ops, parts, cuda_ops.to_host(dx).astype(np.float64).reshape(-1, case.x[3]))
 
 
 @pytest.mark.parametrize("share", [1, 3])
@@ -111,10 +144,10 @@ def test_a_mask_of_another_shape_or_type_is_refused_by_name(dry_ops):
     ops = dry_ops
     dy, w = ops.empty((2, 4, 4, 16), float32), ops.empty((16, 3, 3, 8), float32)
     where = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
-    with pytest.raises(ValueError, match="conv2d_backward_data: mask"):
-        ops.conv2d_backward_data(dy, w, (2, 4, 4, 8), mask=ops.empty((2, 4, 4, 16), float32), **where)
-    with pytest.raises(TypeError, match="conv2d_backward_data: mask"):
-        ops.conv2d_backward_data(dy, w, (2, 4, 4, 8), mask=ops.empty((2, 4, 4, 8), bfloat16), **where)
+    with pytest.raises(ValueError, match="conv2d_backward_data_summed: mask"):
+        ops.conv2d_backward_data_summed(dy, w, (2, 4, 4, 8), mask=ops.empty((2, 4, 4, 16), float32), **where)
+    with pytest.raises(TypeError, match="conv2d_backward_data_summed: mask"):
+        ops.conv2d_backward_data_summed(dy, w, (2, 4, 4, 8), mask=ops.empty((2, 4, 4, 8), bfloat16), **where)
 
 
 @pytest.fixture

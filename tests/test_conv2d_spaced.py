@@ -46,13 +46,13 @@ def check(ops, case, hosts):
     dy, w, full, half, x, moments, y = put(ops, *hosts)
     assert ops.conv2d_adds_spaced(x.shape, w, **case.options)
     dx = [ops.conv2d_backward_data(dy, w, x.shape, add=add, **case.options) for add in (full, half)]
-    masks = [ops.conv2d_backward_data(dy, w, x.shape, add=add, mask=y, **case.options) for add in (full, half)]
+    masks = [ops.conv2d_backward_data_summed(dy, w, x.shape, add=add, mask=y, **case.options) for add in (full, half)]
     below = [{}, {"y": y}, {"y": y, "signs": ops.from_host(signs_of(hosts[-1]))}]
     sides = [
         [ops.conv2d_backward_data_masked(dy, w, x, moments, **how, add=add, **case.options) for add in (full, half)]
         for how in below
     ]
-    pairs = [dx, masks, *(pair for one, other in sides for pair in zip(one, other, strict=True))]
+    pairs = [dx, *(pair for one, other in (masks, *sides) for pair in zip(one, other, strict=True))]
     for one, other in pairs:
         assert ops.to_host(one).tobytes() == ops.to_host(other).tobytes()
 

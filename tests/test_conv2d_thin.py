@@ -26,6 +26,8 @@ from tests.convolutions import (
     three,
     writes_its_output_alone,
 )
+from tests.test_conv2d_normalized import check as check_normalized
+from tests.test_conv2d_normalized import operands as normalized_operands
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw
 
@@ -50,6 +52,7 @@ HALVES = [
     _case((2, 9, 8), 24, 264), _case((2, 9, 8), 40, 3), _case((2, 9, 8), 8, 8),
     _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
+TO_FEW = [case for case in CASES + HALVES if case.w[0] <= min(conv2d_thin.LABELS, case.x[3])]
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
 
 
@@ -184,6 +187,23 @@ def test_pitched_and_misaligned_arrays_and_repeats_give_the_bits_of_dense_ones(t
 @EVERY
 def test_all_of_the_output_and_nothing_else_is_written(thin, case, storage, rng, monkeypatch):
     writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
+
+
+@cases(TO_FEW)
+@EVERY_HALF
+def test_normalising_on_the_way_is_normalising_before(thin, case, storage, rng):
+    """Output, to the bit and without a pass, and weight gradient, whose rows beyond the last count as none."""
+    x, w, norm = normalized_operands(rng, case, storage)
+    x[0, 0, 0, 0] = np.nan
+    check_normalized(thin, case, x, w, norm)
+    conv, (dy, x, *norm) = plan_of(case), put(thin, draw(rng, case.y, storage), x, *norm)
+    assert conv2d_thin.normalizes(conv, 1)
+    z, found = thin.batch_norm_apply(x, *norm, relu=True), []
+    for source, given in ((x, norm), (z, None)):
+        out = thin.from_host(np.full(case.w, np.inf, float32))
+        thin.conv2d_backward_weight(dy, source, norm=given, out=out, **case.options)
+        found.append(thin.to_host(out))
+    same(found[:1], found[1:])
 
 
 @cases(CASES)

@@ -21,6 +21,7 @@ __all__ = [
     "conv2d",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
+    "conv2d_backward_data_summed",
     "conv2d_backward_weight",
     "conv2d_stats",
 ]
@@ -133,8 +134,7 @@ def conv2d_adds_spaced(
 @_QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    bias: Array | None = None, add: Array | None = None, mask: Array | None = None, tf32: bool = False,
-    out: Array | None = None,
+    bias: Array | None = None, add: Array | None = None, tf32: bool = False, out: Array | None = None,
 ) -> Array:  # fmt: skip
     """The adjoint of `conv2d` in ``x``: the data gradient, or the forward pass of a transposed convolution.
 
@@ -145,7 +145,6 @@ def conv2d_backward_data(
         stride, padding, dilation, groups: those of the forward pass.
         bias: (C,) float32, added before the one rounding.
         add: (N, H, W, C), dtype of ``dy``, added before the one rounding.
-        mask: (N, H, W, C), the output of a ReLU whose gradient this is: the result counts where it is positive.
         out: as in `conv2d`.
 
     Returns:
@@ -158,16 +157,29 @@ def conv2d_backward_data(
     x_shape = tuple(x_shape)
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     if out is not None:
-        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask))
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add))
         return out
     if add is not None:
         add = _unit_channels(add)
-    if mask is not None:
-        return relu_backward(conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add), mask)
     if _is_linear(x_shape, w.shape, padding, groups):
         return _linear_backward_data(dy, w, bias, add)
     plan = make_plan(x_shape[1:3], w.shape, stride, padding, dilation, groups, _conv2d.block_width(), True)
     return _apply(plan, dy, w, empty(x_shape, dy.dtype), bias, add)
+
+
+def conv2d_backward_data_summed(
+    dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    add: Array | None = None, mask: Array | None = None, tf32: bool = False,
+) -> tuple[Array, None]:  # fmt: skip
+    """`conv2d_backward_data`, and None: a GPU's may leave parts of its sums, for the bias of the layer below.
+
+    Args:
+        mask: (N, H, W, C), the output of a ReLU whose gradient this is, or None: the result counts where it is
+            positive.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    dx = conv2d_backward_data(dy, w, x_shape, **geometry, add=add, tf32=tf32)
+    return dx if mask is None else relu_backward(dx, mask), None
 
 
 def conv2d_backward_data_masked(

@@ -40,6 +40,7 @@ from minidl.cuda.convolution.conv2d import (
     conv2d_adds_spaced,
     conv2d_backward_data,
     conv2d_backward_data_masked,
+    conv2d_backward_data_summed,
     conv2d_backward_weight,
     conv2d_stats,
 )

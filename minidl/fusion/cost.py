@@ -22,6 +22,7 @@ from minidl.precision import Precision, bfloat16
 
 HOPPER = (9, 0)
 STEM = 4  # channels that a network's first convolution has at most
+LABELS = 8  # that its last one has, at most, where it labels pixels and rather runs on kernels for few filters
 # The prologue of a convolution that waits for memory: its costs in passes, and where, from what the batch norms of
 # ResNet-50, DenseNet-121, U-Net and VGG-16 take on an H200 (docs/fusion_sites.md), and the map of docs/fusion.md.
 # Windows of 3x3 make a value several times: they need larger images.
@@ -100,9 +101,17 @@ class Machine(NamedTuple):
             return self.arch == HOPPER and precision.storage == bfloat16
         if mode == "statistics" and 1 < layer.groups == layer.in_channels == layer.out_channels:
             return self.arch is not None and precision.storage == bfloat16
+        if mode == "prologue" and _labels(layer):
+            return self.arch is not None and precision.storage.itemsize == 2
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
         return self.arch == HOPPER and aligned and narrow
+
+
+def _labels(layer: Conv2d | ConvTranspose2d) -> bool:
+    """Whether a convolution labels pixels: to few channels, of many (conv2d_thin.cu)."""
+    point = layer.kernel_size == layer.stride == (1, 1) and layer.padding == (0, 0) and layer.groups == 1
+    return type(layer) is Conv2d and point and layer.out_channels <= LABELS and layer.in_channels > layer.out_channels
 
 
 class Predicted(NamedTuple):

@@ -81,7 +81,7 @@ MODES = {
     "gradients": Mode(
         "masks", "masking", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
-        "the gradient of the convolution or pooling above masks what it writes, and sums it for the batch norm (B3)",
+        "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below (B3)",
     ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),

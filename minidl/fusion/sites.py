@@ -28,6 +28,7 @@ class Site:
             sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
             ReLU; over a bare ReLU also that of a max pooling, if it does.
         pooling: whether that is a max pooling.
+        beyond: of such a pooling, name of the convolution whose data gradient is the last of its readers, and may mask.
         sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
         pooled: name of the ReLU above it if a max pooling alone reads that.
         gated: name of the activation above it if only a squeeze and excitation reads that: its means over all pixels
@@ -46,6 +47,7 @@ class Site:
     joined: tuple[str, ...] | None = None
     taker: str | None = None
     pooling: bool = False
+    beyond: str | None = None
     sole: bool = False
     pooled: str | None = None
     gated: str | None = None
@@ -67,8 +69,11 @@ class Site:
 
     @property
     def masking(self) -> tuple[str, ...] | None:
-        """The taker; and a bare ReLU whose output nobody needs for the mask then, as the pooling has its own."""
-        return None if self.taker is None else (self.taker, self.name) if self.pooling else (self.taker,)
+        """The taker; of a pooling, whose output does for the mask, also who reads it, and the bare ReLU, whose output
+        nobody needs then."""
+        if self.taker is None or not self.pooling:
+            return None if self.taker is None else (self.taker,)
+        return tuple(filter(None, (self.taker, self.beyond, self.name)))
 
     @property
     def passed_on(self) -> str | None:
@@ -93,11 +98,14 @@ def find_sites(graph: Graph) -> list[Site]:
 
 
 def _bare(graph: Graph, node: Node, producer: str, readers: list[list[int]]) -> Site:
+    site = Site(node.name, "bare", (), None, True, node.shape, producer=producer)
     above = [graph.nodes[i] for i in readers[node.index]]
     pooling = len(above) == 1 and type(above[0].layer) is MaxPool2d
     if node is graph.output_node or not (pooling or isinstance(above[0].layer, Conv2d)):
-        return Site(node.name, "bare", (), None, True, node.shape, producer=producer)
-    return Site(node.name, "bare", (), None, True, node.shape, producer=producer, taker=above[0].name, pooling=pooling)
+        return site
+    beyond = [graph.nodes[i] for i in readers[above[0].index]] if pooling and above[0] is not graph.output_node else []
+    masks = beyond[0].name if beyond and type(beyond[0].layer) is Conv2d else None
+    return replace(site, taker=above[0].name, pooling=pooling, beyond=masks)
 
 
 def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:

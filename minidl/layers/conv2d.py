@@ -11,13 +11,24 @@ from minidl.layer import Layer
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
-from minidl.value import MaskedGradient, Normalized, Origin, SpacedGradient, Value, materialize, owed
+from minidl.value import (
+    MaskedGradient,
+    Normalized,
+    Origin,
+    SpacedGradient,
+    Value,
+    finished,
+    materialize,
+    owed,
+    summands,
+)
 
 
 class _Convolution(Layer):
     """What the two convolutions share: geometry, parameters, weight and bias gradients."""
 
     accepts_add = True
+    accepts_masked = True  # for the sums that may come with one
     accepts_unfinished = True  # a ReLU over a batch norm; what a finished one was made of; where the output is to lie
     # A fusion plan's mode: the input's gradient is masked for the ReLU below, and summed for a batch norm under that.
     masks = False
@@ -52,7 +63,8 @@ class _Convolution(Layer):
         return {"stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups}
 
     @property
-    def _biased(self) -> bool:
+    def biased(self) -> bool:
+        """Whether it has a bias."""
         return any(spec.name == "bias" for spec in self.specs)
 
     def _window(self, image: tuple[int, ...], out: tuple[int, ...]) -> int:
@@ -92,11 +104,15 @@ class _Convolution(Layer):
             other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
         return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts, other)
 
+    def _backward_bias(self, dy: Any) -> None:
+        if (bias := self.grad("bias")) is not None:
+            self.ops.channel_sum(summands(self.ops, dy), out=bias.view, accumulate=not bias.first)
+
     def describe(self) -> str:
         parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]
         defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
         parts += [f"{key}={value}" for key, value in self.geometry.items() if value != defaults[key]]
-        if not self._biased:
+        if not self.biased:
             parts.append("bias=False")
         return ", ".join(parts)
 
@@ -124,6 +140,7 @@ class Conv2d(_Convolution):
     statistics = False
     rectifies = False
     accepts_owed = (SpacedGradient,)
+    sums = False  # adds up its input's gradient for the bias of a convolution below (`layers.join.sum_for_biases`)
     left_to: Conv2d | None = None  # reads the same image, and adds this one's gradient (`layers.join.leave_strided`)
     packed = False  # set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`)
     modes = ("training", "statistics", "masks", "rectifies", "packed")
@@ -161,7 +178,7 @@ class Conv2d(_Convolution):
         x, y, w = prod(shape), prod(out), prod(self.specs[0].shape)
         read = self._window(shape, out)
         product = 2 * y * prod(self.specs[0].shape[1:])
-        bias = PassCost(y, 4 * self.out_channels) if self._biased else PassCost()
+        bias = PassCost(y, 4 * self.out_channels) if self.biased else PassCost()
         return Cost(
             forward=PassCost(product, (read + w + y) * itemsize) + bias,
             backward_data=PassCost(product, (y + w + x) * itemsize),
@@ -197,11 +214,9 @@ class Conv2d(_Convolution):
         if (weight := self.grad("weight")) is not None:
             # An input that was never written is made again.
             x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
-            self.ops.conv2d_backward_weight(
-                dy, x, **self.geometry, out=weight.view, accumulate=not weight.first, norm=norm, tf32=self.tf32
-            )
-        if (bias := self.grad("bias")) is not None:
-            self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
+            options = {"out": weight.view, "accumulate": not weight.first, "norm": norm, "tf32": self.tf32}
+            self.ops.conv2d_backward_weight(finished(self.ops, dy), x, **self.geometry, **options)
+        self._backward_bias(dy)
 
     @property
     def every_second(self) -> bool:
@@ -213,11 +228,14 @@ class Conv2d(_Convolution):
         return self.ops.conv2d_adds_spaced(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
-        add = add.dy if isinstance(add, SpacedGradient) else add
+        dy, add = finished(self.ops, dy), add.dy if isinstance(add, SpacedGradient) else add
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
         if hasattr(kept, "relu"):
-            dx = self.ops.conv2d_backward_data(dy, weight, kept.x.shape, mask=kept.x, **options)
-            return MaskedGradient.masked(dx, kept.relu)
+            dx, parts = self.ops.conv2d_backward_data_summed(dy, weight, kept.x.shape, mask=kept.x, **options)
+            return MaskedGradient.masked(dx, kept.relu, parts=parts)
+        if self.sums and add is None:
+            dx, parts = self.ops.conv2d_backward_data_summed(dy, weight, kept.x.shape, **options)
+            return MaskedGradient.masked(dx, "", parts=parts)
         if not self.masks or not hasattr(kept, "below"):
             shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
             if add is None and self.left_to is not None and self.left_to.adds_spaced(shape):
@@ -281,11 +299,11 @@ class ConvTranspose2d(_Convolution):
         x, y, w = prod(shape), prod(out), prod(self.specs[0].shape)
         read = self._window(out, shape)  # of dy: backward, this is a convolution
         product = 2 * x * prod(self.specs[0].shape[1:])
-        bias = PassCost(y, 4 * self.out_channels) if self._biased else PassCost()
+        bias = PassCost(y, 4 * self.out_channels) if self.biased else PassCost()
         return Cost(
             forward=PassCost(product, (x + w + y) * itemsize) + bias,
             backward_data=PassCost(product, (read + w + x) * itemsize),
-            backward_weight=PassCost(product, (x + (y if self._biased else read)) * itemsize + 4 * w) + bias,
+            backward_weight=PassCost(product, (x + (y if self.biased else read)) * itemsize + 4 * w) + bias,
         )
 
     def compute(self, x: Any) -> Any:
@@ -305,14 +323,13 @@ class ConvTranspose2d(_Convolution):
         if (weight := self.grad("weight")) is not None:
             # The roles of input and output are swapped: x is the gradient-shaped operand here.
             self.ops.conv2d_backward_weight(
-                x, dy, **self.geometry, out=weight.view, accumulate=not weight.first, tf32=self.tf32
+                x, finished(self.ops, dy), **self.geometry, out=weight.view, accumulate=not weight.first, tf32=self.tf32
             )
-        if (bias := self.grad("bias")) is not None:
-            self.ops.channel_sum(dy, out=bias.view, accumulate=not bias.first)
+        self._backward_bias(dy)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         assert add is None, "not declared in accepts_add"
-        kept = self.saved()
+        kept, dy = self.saved(), finished(self.ops, dy)
         if self.masks and hasattr(kept, "below"):
             return self._masked(dy, kept, transposed=True)
         return self.ops.conv2d(dy, self.params["weight"], **self.geometry, tf32=self.tf32)

@@ -6,14 +6,24 @@ from math import prod
 from typing import Any, NamedTuple
 
 from minidl import checks
-from minidl.graph import Graph
+from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers.activation import ReLU
 from minidl.layers.conv2d import Conv2d, ConvTranspose2d
 from minidl.profile import Cost, PassCost
-from minidl.value import GatedGradient, Normalized, Origin, Value, activated, materialize
+from minidl.value import (
+    GatedGradient,
+    MaskedGradient,
+    Normalized,
+    Origin,
+    Value,
+    activated,
+    finished,
+    materialize,
+    summands,
+)
 
-__all__ = ["Add", "Concat", "Mul", "Place", "leave_strided", "share_buffers"]
+__all__ = ["Add", "Concat", "Mul", "Place", "leave_strided", "share_buffers", "sum_for_biases"]
 
 
 class Add(Layer):
@@ -120,6 +130,7 @@ class Concat(Layer):
 
     num_inputs = 0  # any number
     accepts_unfinished = True  # for the statistics and the buffer of a finished one
+    accepts_masked = True  # for the sums that may come with one
     modes = ("training", "statistics")
     statistics = False  # a fusion plan's mode: in training, those of the parts are those of the whole
     room = 0  # channels that others will continue the output with, in its buffer
@@ -168,11 +179,35 @@ class Concat(Layer):
         return self.ops.batch_norm_concat(stats)
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, ...]:
+        array, sums = finished(self.ops, dy), summands(self.ops, dy)
         parts, begin = [], 0
         for channels in self.saved().channels:
-            parts.append(dy[..., begin : begin + channels])
+            own = slice(begin, begin + channels)
+            part = array[..., own]
+            parts.append(part if sums is array else MaskedGradient.masked(part, "", parts=sums[..., own]))
             begin += channels
         return tuple(parts)
+
+
+def sum_for_biases(graph: Graph) -> None:
+    """Let each convolution add up the gradient of its input where the bias of a convolution below is to have the sums.
+
+    The graph is a model's, in which that bias is trained. It does so where it alone reads what that one writes, or a
+    concatenation of it. Under a ReLU the convolution that masks for it does (`Conv2d.masks`).
+    """
+    readers = graph.consumers()
+
+    def only_reader(node: Node) -> Node | None:
+        return graph.nodes[readers[node.index][0]] if len(readers[node.index]) == 1 else None
+
+    for node in graph.nodes:
+        if type(node.layer) not in (Conv2d, ConvTranspose2d) or not node.layer.params.trainable("bias"):
+            continue
+        above = only_reader(node)
+        if above is not None and isinstance(above.layer, Concat):
+            above = only_reader(above)
+        if above is not None and type(above.layer) is Conv2d:
+            above.layer.sums = True
 
 
 def leave_strided(graph: Graph) -> None:

@@ -46,7 +46,7 @@ class RowParallelConv2d(Conv2d):
         ValueError: also for an input that does not hold this rank's rows.
     """
 
-    accepts_add = accepts_unfinished = False
+    accepts_add = accepts_masked = accepts_unfinished = False
 
     def __init__(self, *args: Any, height: int, group: Communicator = SOLO, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -225,7 +225,7 @@ class ChannelParallelConv2d(Conv2d):
         x (N, H, W, C) → (N, P, Q, K) on each rank; weight (own channels, R, S, C), bias (own channels,).
     """
 
-    accepts_add = accepts_unfinished = False
+    accepts_add = accepts_masked = accepts_unfinished = False
 
     def __init__(
         self,

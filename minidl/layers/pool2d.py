@@ -16,10 +16,12 @@ from minidl.value import (
     GatedGradient,
     MaskedGradient,
     Normalized,
+    Origin,
     PooledGradient,
     TiledGradient,
     Value,
     activated,
+    finished,
     materialize,
     owed,
 )
@@ -76,8 +78,9 @@ class MaxPool2d(_Pool):
     """
 
     accepts_add = True
+    accepts_masked = True
     accepts_unfinished = True  # a ReLU over a batch norm; and to know that there is a ReLU below
-    masks = False  # a fusion plan's mode: mask the gradient for the ReLU below, while it is small
+    masks = False  # a fusion plan's mode: mask the gradient for the ReLU below while it is small, if nobody did
     beside = False  # other readers of a ReLU that pools for it (`pool_beside`)
     modes = ("training", "masks")
 
@@ -98,6 +101,11 @@ class MaxPool2d(_Pool):
         return {
             "kernel": self.kernel_size, "stride": self.stride, "padding": self.padding, "dilation": self.dilation,
         }  # fmt: skip
+
+    @property
+    def _apart(self) -> bool:
+        """Whether no pixel lies in two windows."""
+        return self.dilation == (1, 1) and all(s >= k for s, k in zip(self.stride, self.kernel_size, strict=True))
 
     @property
     def small_tiles(self) -> bool:
@@ -132,21 +140,27 @@ class MaxPool2d(_Pool):
         relu = x.origin.owner if self.masks and isinstance(x, Value) and x.origin and x.origin.relu else ""
         x = x.array if isinstance(x, Value) else x
         y, index = self.ops.max_pool2d(x, **options)
-        self.save(index=index, shape=x.shape, **({"relu": relu, "y": y} if relu else {}))
-        return y
+        if not relu:
+            self.save(index=index, shape=x.shape)
+            return y
+        self.save(index=index, shape=x.shape, relu=relu, y=y)
+        return Value(y, origin=Origin((), relu=True, owner=relu))  # the largest of a ReLU's outputs is one
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         kept = self.saved()
+        if hasattr(kept, "relu") and add is None:
+            if not (isinstance(dy, MaskedGradient) and dy.relu == kept.relu):
+                dy = MaskedGradient.masked(self.ops.relu_backward(finished(self.ops, dy), kept.y), kept.relu)
+            dx = self.ops.max_pool2d_backward(dy.array, kept.index, kept.shape, **self._window)
+            # Where windows overlap, what is stored are rounded sums: theirs are others.
+            return MaskedGradient.masked(dx, kept.relu, parts=dy.parts if self._apart else None)
+        dy = finished(self.ops, dy)
         if hasattr(kept, "raw"):
             term = Normalized(kept.raw, kept.moments, *kept.affine)
             return TiledGradient(dy, add, term, {**self._window, "ceil_mode": self.ceil_mode})
         if hasattr(kept, "largest"):
             gradient = PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
             return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
-        if hasattr(kept, "relu") and add is None:
-            dy = self.ops.relu_backward(dy, kept.y)  # a window's largest is positive where its output is
-            dx = self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window)
-            return MaskedGradient.masked(dx, kept.relu)
         return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window, add=add)
 
 

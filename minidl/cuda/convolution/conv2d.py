@@ -51,6 +51,7 @@ __all__ = [
     "conv2d_adds_spaced",
     "conv2d_backward_data",
     "conv2d_backward_data_masked",
+    "conv2d_backward_data_summed",
     "conv2d_backward_weight",
     "conv2d_stats",
 ]
@@ -163,6 +164,9 @@ def _forward(
         stats = _gather(wider, choice, x, w, bias, None, y, statistics, relu and able)
         return _rectified(y, relu and not able), stats
     x, w, bias = as_rows(x), contiguous(w), _given(contiguous, bias)
+    if choice.family == "thin":
+        conv2d_thin.gather(conv, code, tf32, False, x, w, bias, None, y, relu, norm)
+        return y, None
     known = statistics and conv2d_hopper.takes_statistics(conv, code, choice)
     below = conv2d_hopper.Below(x, *norm)
     return y, conv2d_hopper.forward_fused(conv, code, x, w, bias, y, choice, known, below, packed, relu)
@@ -187,10 +191,13 @@ def _rectified(y: Any, relu: bool) -> Any:
 def _normalizes(question: Question, statistics: bool, packed: bool) -> bool:
     """Whether the kernel that is chosen for a forward pass can normalise its input."""
     conv, code = question.conv, question.code
-    if textbook() is not None or widened(conv, code) is not conv or conv.depthwise:
+    if textbook() is not None or conv.depthwise:
         return False
     choice = _choose("conv2d", question)
-    return choice.family == "hopper" and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
+    if choice.family == "thin":
+        return not statistics and conv2d_thin.normalizes(conv, code)
+    able = choice.family == "hopper" and widened(conv, code) is conv
+    return able and conv2d_hopper.normalizes(conv, code, statistics, choice, packed)
 
 
 def conv2d_backward_data(
@@ -204,7 +211,6 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
-    mask: Any | None = None,
     tf32: int = False,
     out: Any = None,
 ) -> Any:
@@ -214,8 +220,6 @@ def conv2d_backward_data(
         bias: (C,) float32 or None: makes this the forward pass of a transposed convolution.
         add: of shape ``x_shape`` and dy's dtype, or None: added in float32 before the one rounding. Where
             `conv2d_adds_spaced`, also of every second pixel of every second line alone.
-        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
-            where it is positive, else is 0; in the kernel where it can, the same bits either way. Without ``bias``.
         stride, padding, dilation, groups, tf32, out: as in `conv2d`.
     """
     who = "conv2d_backward_data"
@@ -225,21 +229,56 @@ def conv2d_backward_data(
         raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
     question = Question("backward_data", conv, dtype_code(dy, who), tf32)
     if out is not None and not _writes_at_a_pitch(who, question, dy, out):
-        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, mask=mask, tf32=tf32))
+        copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, tf32=tf32))
         return out
-    assert out is None or mask is None, "a mask may need another pass, which writes a new array"
     dx = empty(x_shape, dy.dtype) if out is None else out
-    code = check_operands(who, dy, w, bias, _full(question, add), dx, tf32)
+    check_operands(who, dy, w, bias, _full(question, add), dx, tf32)
+    if dx.size:
+        _gather(question, _choose(who, question), dy, w, bias, add, dx)
+    return dx
+
+
+def conv2d_backward_data_summed(
+    dy: Any,
+    w: Any,
+    x_shape: tuple[int, int, int, int],
+    *,
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    add: Any | None = None,
+    mask: Any | None = None,
+    tf32: int = False,
+) -> tuple[Any, Any]:
+    """`conv2d_backward_data`, and on the way what the bias of the layer below is to have of it.
+
+    Args:
+        mask: of ``x_shape`` and dy's dtype, or None: the output of a ReLU whose gradient this is. The result counts
+            where it is positive, else is 0; in the kernel where it can, the same bits either way.
+        stride, padding, dilation, groups, add, tf32: as in `conv2d_backward_data`.
+
+    Returns:
+        dx; parts of its sums (R, C) float32, whose `channel_sum` is that of dx, or None where no kernel takes them.
+    """
+    who = "conv2d_backward_data_summed"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x_shape, w.shape, **geometry)
+    if dy.shape != conv.y_shape:
+        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+    question, dx = Question("backward_data", conv, dtype_code(dy, who), tf32), empty(x_shape, dy.dtype)
+    code = check_operands(who, dy, w, None, _full(question, add), dx, tf32)
     check_alike(who, dx, mask=mask)
     if not dx.size:
-        return dx
+        return dx, None
     choice = _choose(who, question)
-    if mask is not None and bias is None and _masks(question, choice):
+    together = add is None and conv.stride == (1, 1)  # else a masking kernel alone has the sums
+    if _masks(question, choice) and (mask is not None or together):
         below = conv2d_hopper.NOTHING._replace(y=mask)
-        conv2d_hopper.masked_gradient(conv, code, as_rows(dy), contiguous(w), _given(as_rows, add), below, dx, choice)
-        return dx
-    _gather(question, choice, dy, w, bias, add, dx)
-    return dx if mask is None else activation.relu_backward(dx, mask)
+        arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
+        return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
+    _gather(question, choice, dy, w, None, add, dx)
+    return dx if mask is None else activation.relu_backward(dx, mask), None
 
 
 def conv2d_adds_spaced(
@@ -353,8 +392,7 @@ def conv2d_backward_weight(
     question = Question("backward_weight", conv, code, tf32)
     choice = _choose(who, question)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
-    able = choice.family == "hopper" and wide is conv and not conv.depthwise and code > 0
-    if norm is not None and not (able and conv2d_weight_hopper.normalizes(conv)):
+    if norm is not None and not _weight_normalizes(question, choice):
         x, norm = batch_norm_apply(x, *norm, relu=True), None
     if choice.family == "stem":
         conv2d_stem.backward_weight(conv, dy, x, out, accumulate)
@@ -364,6 +402,15 @@ def conv2d_backward_weight(
         narrow(gradient, out, accumulate)
     else:
         _weight(question, choice, dy, x, out, accumulate, norm)
+
+
+def _weight_normalizes(question: Question, choice: Choice) -> bool:
+    """Whether the kernel that is chosen for a weight gradient should normalise its input."""
+    _, conv, code, _ = question
+    if choice.family == "thin":
+        return conv2d_thin.normalizes(conv, code)
+    able = choice.family == "hopper" and code > 0 and widened(conv, code) is conv and not conv.depthwise
+    return able and conv2d_weight_hopper.normalizes(conv)
 
 
 def _choose(who: str, question: Question) -> Choice:
@@ -425,7 +472,7 @@ def _weight(
     elif choice.family == "small":
         conv2d_small.backward_weight(conv, code, dy, x, out, accumulate)
     elif choice.family == "thin":
-        conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate)
+        conv2d_thin.backward_weight(conv, code, tf32, dy, x, out, accumulate, norm or conv2d_thin.NOTHING)
     elif choice.family == "hopper":
         conv2d_weight_hopper.backward_weight(conv, code, dy, x, out, accumulate, choice, norm, tf32)
     else:

@@ -1,8 +1,12 @@
 // What conv2d_hopper.cu and conv2d_halo.cu take of each column, an output channel, on the way out: sums for a batch norm
-// above, or mask and sums for a ReLU and a batch norm below.
+// above, or mask and sums for a ReLU and a batch norm below, or for a bias there.
 #pragma once
 #include "hopper.cuh"
 #include "normalize.cuh"
+
+// Sums of each column that patches leave: a bias below wants one, a batch norm two.
+constexpr bool FOR_BIAS = MASKED == 3 || (BACKWARD && STATISTICS);
+constexpr int SUMS = FOR_BIAS ? 1 : STATISTICS || MASKED ? 2 : 0;
 
 // A warp takes 16 columns of rows of 128 bytes across: words[i] of 16 rows are, of column lane / 4 of eight i / 2, rows
 // i % 2 * 8 + lane % 4 * 2 + {0, 1}. Where a lane's row of the four matrices is in such rows:
@@ -56,10 +60,10 @@ struct ColumnShare {
         return column & 8 ? upper : lower;
     }
 
-    // Into `to` (2, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
+    // Into `to` (SUMS, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
     // would wait for it.
     __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
-        if (from + column < columns) to[second * columns + from + column] = value;
+        if (second < SUMS && from + column < columns) to[second * columns + from + column] = value;
     }
 };
 
@@ -85,7 +89,7 @@ struct Tally {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 sums[i / 2] += v[e];
-                squares[i / 2] = fmaf(v[e], v[e], squares[i / 2]);
+                if constexpr (!FOR_BIAS) squares[i / 2] = fmaf(v[e], v[e], squares[i / 2]);
             }
         }
     }
@@ -113,14 +117,13 @@ struct Tally {
 };
 
 // What a data gradient does for the ReLU and the batch norm below: it counts where the ReLU's output was positive, and
-// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way.
+// with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way; without one sum g.
 struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
 };
-constexpr bool SUMS = MASKED && MASKED != 3;  // 3: no batch norm
-constexpr bool SIGNED = MASKED == 4;          // of the ReLU's output its signs are read (signs.cuh)
-constexpr int SIGN_CHUNK = 16;                // bytes of a row of signs that the engine moves at least
-constexpr int READ = MASKED == 2 ? 2 : 1;     // arrays of T that are read for it
+constexpr bool SIGNED = MASKED == 4;       // of the ReLU's output its signs are read (signs.cuh)
+constexpr int SIGN_CHUNK = 16;             // bytes of a row of signs that the engine moves at least
+constexpr int READ = MASKED == 2 ? 2 : 1;  // arrays of T that are read for it
 
 // The byte from which on the engine fetches the signs of columns from `column` on, and where in a row their first is.
 DEVICE int first_signs(int column) { return column / 8 / SIGN_CHUNK * SIGN_CHUNK; }
@@ -132,9 +135,10 @@ struct Masking {
 
     __device__ __forceinline__ Masking() {}
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
-        if constexpr (!SUMS) return;
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
+            sum[j] = product[j] = 0.0f;
+            if constexpr (FOR_BIAS) continue;
             const u32 thread = thread_again();
             const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
             const bool there = at < columns;
@@ -144,17 +148,19 @@ struct Masking {
                 scale[j] *= there && below.gamma ? below.gamma[at] : 1.0f;
                 shift[j] = shift_of(mean[j], scale[j], there && below.beta ? below.beta[at] : 0.0f);
             }
-            sum[j] = product[j] = 0.0f;
         }
     }
 
-    // Masks 16 rows of the warp's columns by outputs of the ReLU alone.
-    static __device__ __forceinline__ void cut_off(u32 (&gradients)[4], const u32 (&outputs)[4]) {
+    // Masks 16 rows of the warp's columns by outputs of the ReLU alone, and adds them up.
+    __device__ __forceinline__ void cut_off(u32 (&gradients)[4], const u32 (&outputs)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            float out[2];
+            float out[2], g[2];
             unpack_word(outputs[i], out);
             gradients[i] &= (out[0] > 0.0f ? 0xffffu : 0u) | (out[1] > 0.0f ? 0xffff0000u : 0u);
+            unpack_word(gradients[i], g);
+            sum[i / 2] += g[0];
+            sum[i / 2] += g[1];
         }
     }
 
@@ -162,7 +168,7 @@ struct Masking {
     // outputs; 3: from those, which come in the place of inputs; 4: from outputs[i % 2], bits 0, 8, 16, 24 of which are the
     // signs of this lane's two columns in its first row, then in its second.
     __device__ __forceinline__ void mask(u32 (&gradients)[4], const u32 (&inputs)[4], const u32 (&outputs)[4]) {
-        if constexpr (!SUMS) {
+        if constexpr (FOR_BIAS) {
             cut_off(gradients, inputs);
             return;
         }
@@ -219,7 +225,6 @@ struct Masking {
 
     // This lane's share of both sums.
     __device__ __forceinline__ float result() {
-        if constexpr (!SUMS) return 0.0f;
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
         return ColumnShare().pick(sum, product);

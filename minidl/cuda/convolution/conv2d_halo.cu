@@ -422,8 +422,8 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
         store_box(maps.output, input.place, tile.column, to.x, to.y, to.image);
         commit_stores();
     }
-    if ((STATISTICS || SUMS) && inside.lines > 0)
-        ColumnShare().write(partial + i64(number) * 2 * p.columns, found, tile.column, p.columns);
+    if (SUMS && inside.lines > 0)
+        ColumnShare().write(partial + i64(number) * SUMS * p.columns, found, tile.column, p.columns);
 }
 #else
 #include "conv2d_halo_float.cuh"

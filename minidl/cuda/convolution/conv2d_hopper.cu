@@ -20,14 +20,15 @@
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
 // With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
-// (patches, 2, columns), from which batch_norm_merge.cu goes on.
+// (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
+// (patches, columns), for the bias of the layer below.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the
 // ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is read
 // beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and of
 // g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone
-// is read; no sums. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes that are seen as `add` is;
-// boxes of them begin at multiples of 16 bytes, as the engine wants it.
+// is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes that are
+// seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
 // in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
@@ -299,8 +300,8 @@ using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a
 
 // What there is for a batch norm of a warpgroup's rows of a tile.
 DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
-    if constexpr (STATISTICS || SUMS) {
-        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * 2 * place.p.columns;
+    if constexpr (SUMS) {
+        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * SUMS * place.p.columns;
 #pragma unroll
         for (int s = 0; s < Place::COUNT; s += BLOCKS)
             ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);

@@ -168,7 +168,7 @@ def plan(
             of `aligned` arrays.
         added: whether there is one.
         chosen: the tile and the tiles per block; what `choose` says unless given.
-        statistics: of a forward pass, leave those of its patches too.
+        statistics: of a forward pass, leave those of its patches too; of a data gradient the sums.
         masked: of a data gradient, the macro MASKED: 0, or what is known of the ReLU below, whose arrays are read.
         normalized: of a forward pass, whether the source is the input of a batch norm with a ReLU over it: 0, 1 for
             float32 arithmetic, 2 for packed 16-bit.
@@ -369,22 +369,23 @@ def masked_gradient(
     conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None,
     backward: bool = True,
 ) -> Any:  # fmt: skip
-    """Data gradient into ``output``, masked by the ReLU below; (R, 2, C) float32 for its batch norm, if there is one.
+    """Data gradient into ``output``, masked by the ReLU below; the parts of its sums, float32.
 
-    Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``.
+    Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``. ``below``:
+    of a batch norm, which gets (R, 2, C); a ReLU's output, or nothing (without stride and ``add``): (R, C).
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
     chosen = taken(choice, conv, backward, device, code, 0, True)
     signed = below.signs is not None
     arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
-    masked = SIGNED if signed else ALONE if below.x is None else len(arrays)
+    masked = SIGNED if signed else len(arrays) if below.x is not None else ALONE if arrays else 0
     if signed:
         arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
-    how = {"masked": masked, "spaced": is_spaced(conv, add)}
+    how = {"statistics": not masked, "masked": masked, "spaced": is_spaced(conv, add)}
     (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, **how)
-    partial = empty((one.patches, 2, columns_of(conv, backward)), float32) if masked != ALONE else None
+    partial = empty((one.patches, *(() if below.x is None else (2,)), columns_of(conv, backward)), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return partial
 
@@ -403,7 +404,7 @@ def start(
     """Start a planned launch on `aligned` arrays.
 
     Args:
-        partial: for what patches leave, (R, 2, C) float32.
+        partial: for what patches leave, (R, 2, C) or (R, C) float32.
         below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
     spaced, more = planned.defines.get("SPACED"), ()

@@ -8,8 +8,13 @@
 //   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of
 //                                                                           few filters
 //
+// Tried without gain: a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk of
+// channels after the other, whose sums threads keep: 198 us for 64 channels of two million pixels on an H200, as much as
+// the gradient and the pass of the sums take.
+//
 // Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or
-// null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN.
+// null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN. With NORMALIZED (narrow,
+// 16-bit types) the source is the input of a batch norm with a ReLU over it, whose output is multiplied.
 //
 // Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in
 // flight. For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
@@ -20,11 +25,12 @@
 //
 // A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
 //
-// Macros: DTYPE, TF32, FEW, RELU, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source, output and addend; on
-// the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are read together
-// (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
+// Macros: DTYPE, TF32, FEW, RELU, NORMALIZED, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source,
+// output and addend; on the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are
+// read together (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
 // Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each
-// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few.
+// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8
+// bytes for each channel of the chunks.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
@@ -87,6 +93,21 @@ struct Part {
 #pragma unroll
             for (int c = 0; c < BATCH; ++c)
                 x[c][i] = fetch<VEC_X>(source + at * p.source_pitch, channel + c * CHUNK, p.wide);
+        }
+    }
+
+    // `affine`: of the thread's channels of the first chunk.
+    __device__ __forceinline__ void normalize(const float2* affine) {
+#pragma unroll
+        for (int c = 0; c < BATCH; ++c) {
+            float2 own[WIDTH];
+#pragma unroll
+            for (int e = 0; e < WIDTH; e += 2) {
+                const float4 two = *reinterpret_cast<const float4*>(affine + c * CHUNK + e);
+                own[e] = {two.x, two.y}, own[e + 1] = {two.z, two.w};
+            }
+#pragma unroll
+            for (int i = 0; i < EACH; ++i) ::normalize(x[c][i], own);
         }
     }
 };
@@ -161,7 +182,8 @@ struct Sum {
 
 extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
-                          const T* __restrict__ add, T* __restrict__ out, const Problem p) {
+                          const T* __restrict__ add, T* __restrict__ out, const float* __restrict__ moments,
+                          const float* __restrict__ gamma, const float* __restrict__ beta, const Problem p) {
     await_predecessor();
     extern __shared__ uint4 filters[];
     const int t = threadIdx.x % 4;
@@ -171,16 +193,23 @@ conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w,
     const int chunks = ceil_div(p.wide, BATCH * CHUNK) * BATCH;
     T* lines = reinterpret_cast<T*>(filters + chunks * SLOTS * 4) + threadIdx.x / 32 * WARP_ROWS * FEW;
     lay_out(filters, w, p, chunks);
+#if NORMALIZED
+    float2* const affine = reinterpret_cast<float2*>(filters + chunks * SLOTS * 4 + ROWS * FEW / WIDTH);
+    for (int i = threadIdx.x; i < chunks * CHUNK; i += 256) affine[i] = affine_of(moments, gamma, beta, i, p.wide);
+#endif
     __syncthreads();
     const int turns = turns_of(p);
     for (int turn = 0; turn < turns; ++turn, row += ROWS) {
         Sum sum;
         for (int c = 0; c < chunks; c += BATCH) {
-            const Part part = next;
+            Part part = next;
             if (c + BATCH < chunks)
                 next.read(source, p, row, (c + BATCH) * CHUNK + t * WIDTH);
             else if (turn + 1 < turns)
                 next.read(source, p, row + ROWS, t * WIDTH);
+#if NORMALIZED
+            part.normalize(affine + c * CHUNK + t * WIDTH);
+#endif
             sum.add(part, filters + c * SLOTS * 4);
         }
         __syncwarp();  // the lines of the turn before have been read

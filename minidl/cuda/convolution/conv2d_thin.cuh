@@ -1,8 +1,8 @@
 // What the kernels of thin 1x1 convolutions share: products between rows of many channels and rows of FEW, which
 // memory bounds. See conv2d_thin.cu and conv2d_thin_weight.cu.
 #pragma once
-#include "common.cuh"
 #include "mma.cuh"
+#include "normalize.cuh"
 
 constexpr int WIDTH = 16 / int(sizeof(T));  // channels of a vector
 constexpr bool UNITS = sizeof(T) == 2;      // matrix units multiply; float32 is multiplied as it is
@@ -39,6 +39,23 @@ DEVICE Vector fetch(const T* __restrict__ row, int channel, int channels) {
         }
     }
     return v;
+}
+
+// Of WIDTH neighbouring channels of the input of a batch norm with a ReLU over it: that ReLU's output, for `affine`
+// pairs of scale and shift.
+DEVICE void normalize(Vector& x, const float2 (&affine)[WIDTH]) {
+    float v[WIDTH];
+    unpack(x, v);
+#pragma unroll
+    for (int e = 0; e < WIDTH; ++e) v[e] = clamp_below(fmaf(v[e], affine[e].x, affine[e].y), 0.0f);
+    x = pack<T>(v);
+}
+
+// A channel's scale and shift (normalize.cuh, where the mean is in the shift); zeros behind the last channel.
+DEVICE float2 affine_of(const float* moments, const float* gamma, const float* beta, int channel, int channels) {
+    if (channel >= channels) return {0.0f, 0.0f};
+    const float scale = moments[channels + channel] * gamma[channel];
+    return {scale, shift_of(moments[channel], scale, beta[channel])};
 }
 
 // FEW values of a row, VEC_ at a time, as floats.

@@ -18,7 +18,7 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["applies", "backward_weight", "gather", "pays"]
+__all__ = ["applies", "backward_weight", "gather", "normalizes", "pays"]
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
@@ -30,11 +30,16 @@ STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
 ROWS = 256  # that a block takes at a time
 SHARED = 96 * 1024  # bytes of filters, at most
+LABELS = 8  # filters beside which there are registers for a batch norm
+AFFINE = 8  # bytes of what a channel that is normalised needs
 # Blocks that keep a GPU busy; beyond these each takes several times as many rows, as long as it moves no more bytes:
 # what is short is over before its filters are there, what is long leaves others behind (16-96 channels: a tenth).
 ENOUGH, MOVES = 6 * 132, 96 * 1024
 SPAN_BYTES, STEP = 128, 128  # of a weight gradient: of a row, that a block takes; rows of its chunks, a multiple
 PLACES, LEAST = 8 * 132, 512  # blocks wanted there, the same everywhere, so that sums are cut alike; rows of a chunk
+
+Norm = tuple[Any, Any, Any]  # moments, gamma, beta of a batch norm
+NOTHING: Norm = (None, None, None)
 
 _PRODUCT = struct("rows source_pitch add_pitch", "wide few_step wide_step share")
 _WEIGHT = struct("rows chunk few_pitch wide_pitch", "wide few_step wide_step")
@@ -108,25 +113,36 @@ def gather(
     add: Any,
     output: Any,
     relu: bool = False,
+    norm: Norm = NOTHING,
 ) -> None:
     """Forward pass or data gradient into ``output``; ``source`` and ``add`` are rows, ``w`` and ``bias`` dense.
 
-    With ``relu``, the output of a ReLU over that.
+    With ``relu``, the output of a ReLU over that. ``norm``: of the batch norm, with a ReLU over it, whose input
+    ``source`` is; where `normalizes`.
     """
     pitches = rows(source)[2], 0 if add is None else rows(add)[2]
     flat = gcd(address(output) // output.itemsize, ACCESS // output.itemsize)
     vectors = vector_width(source), flat, ACCESS if add is None else vector_width(add)
-    _plan_gather(conv, code, tf32, backward, pitches, vectors, relu).start(source, w, bias, add, output)
+    how = relu, norm is not NOTHING
+    planned = _plan_gather(conv, code, tf32, backward, pitches, vectors, *how)
+    planned.start(source, w, bias, add, output, *(norm if planned.defines["NARROW"] else ()))
 
 
-def backward_weight(conv: Convolution, code: int, tf32: int, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
-    """Weight gradient into ``out``."""
+def normalizes(conv: Convolution, code: int) -> bool:
+    """Whether forward pass and weight gradient normalise what they read: of a 16-bit type, of many channels, to few."""
+    return code > 0 and conv.out_channels <= min(LABELS, conv.channels)
+
+
+def backward_weight(
+    conv: Convolution, code: int, tf32: int, dy: Any, x: Any, out: Any, accumulate: bool, norm: Norm = NOTHING
+) -> None:
+    """Weight gradient into ``out``; ``norm`` as of `gather`."""
     dy, x = as_rows(dy), as_rows(x)
     few, wide = (dy, x) if conv.out_channels <= conv.channels else (x, dy)
     pitches, vectors = (rows(few)[2], rows(wide)[2]), (vector_width(few), vector_width(wide))
-    planned = _plan_weight(conv, code, tf32, pitches, vectors)
+    planned = _plan_weight(conv, code, tf32, pitches, vectors, norm is not NOTHING)
     partials = empty((planned.grid[1], out.size), float32)
-    planned.start(few, wide, partials)
+    planned.start(few, wide, partials, *norm)
     sum_partials(partials, planned.grid[1], out, accumulate)
 
 
@@ -138,7 +154,8 @@ def _plan_gather(
     backward: bool,
     pitches: tuple[int, int],
     vectors: tuple[int, int, int],
-    relu: bool,
+    relu: bool = False,
+    normalized: bool = False,
 ) -> Launched:
     """The launch of conv2d_thin.cu.
 
@@ -153,6 +170,7 @@ def _plan_gather(
     wide_x, flat, wide_add = (min(vector, most) for vector in vectors)
     few_x, few_add = gcd(wide_x, run), gcd(wide_add, run)
     defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "RELU": int(relu), "NARROW": int(narrow)}
+    defines["NORMALIZED"] = int(normalized)
     # Beside the sums of more than 24 there are no registers for two.
     batch = 2 if narrow and code and sides.few <= 24 and wide_x == most and sides.wide * itemsize > 4 * ACCESS else 1
     if narrow:
@@ -168,14 +186,21 @@ def _plan_gather(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
     )  # fmt: skip
-    name = "conv2d_thin_narrow_kernel" if narrow else "conv2d_thin_widen_kernel"
+    name = "narrow" if narrow else "widen"
     shared = sides.shared_bytes(itemsize, batch) + narrow * ROWS * sides.few * itemsize
-    return Launched("conv2d_thin", name, ceil_div(count, share), THREADS, problem, defines, shared)
+    shared += normalized * round_up(sides.wide, batch * 4 * most) * AFFINE
+    grid = ceil_div(count, share)
+    return Launched("conv2d_thin", f"conv2d_thin_{name}_kernel", grid, THREADS, problem, defines, shared)
 
 
 @functools.lru_cache(maxsize=1024)
 def _plan_weight(
-    conv: Convolution, code: int, tf32: int, pitches: tuple[int, int], vectors: tuple[int, int]
+    conv: Convolution,
+    code: int,
+    tf32: int,
+    pitches: tuple[int, int],
+    vectors: tuple[int, int],
+    normalized: bool = False,
 ) -> Launched:
     """The launch of conv2d_thin_weight.cu; pitches and widest vectors of the few and of the wide."""
     sides, itemsize = _sides(conv), itemsize_of(code)
@@ -184,7 +209,7 @@ def _plan_weight(
     least = max(LEAST, 32 * sides.few * sides.wide // (sides.few + sides.wide))
     chunk = round_up(max(least, ceil_div(conv.pixels, max(1, PLACES // spans))), STEP)
     vec_few, vec_x = (min(vector, ACCESS // itemsize) for vector in vectors)
-    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "VEC_X": vec_x}
+    defines = {"DTYPE": code, "TF32": int(tf32 == 1), "FEW": sides.few, "VEC_X": vec_x, "NORMALIZED": int(normalized)}
     each = 4 if sides.few > 16 else 2 if sides.few > 8 else 1  # of the few, of a thread
     defines["VEC_FEW"] = gcd(each, vec_few) if code else vec_few
     problem = argument(

@@ -9,7 +9,10 @@
 // EACH from EACH * g on of its four rows, which are column g of as many products. Float32 is multiplied as it is, and
 // the four threads of a vector add up their rows at the end; then the warps, in order.
 //
-// Macros: DTYPE, TF32, FEW; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor of EACH.
+// NORMALIZED, of 16-bit types: `wide` is the input of a batch norm with a ReLU over it, whose output is multiplied.
+//
+// Macros: DTYPE, TF32, FEW, NORMALIZED; VEC_X, VEC_FEW, elements per access of wide and few, of 16-bit types a divisor
+// of EACH.
 // Block: 8 warps. Grid: (blocks of 128 bytes of channels, chunks). A chunk is a multiple of 128 rows.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW); the few are read once for each block of channels.
 #include "conv2d_thin.cuh"
@@ -102,12 +105,16 @@ struct Sum {
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, UNITS && EACH < 4 ? 3 : 2)
 conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide, float* __restrict__ partials,
-                          const Problem p) {
+                          const float* __restrict__ moments, const float* __restrict__ gamma,
+                          const float* __restrict__ beta, const Problem p) {
     await_predecessor();
     __shared__ float sums[WARPS][SPAN][SLOTS];
     const int warp = threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
     const int channel = blockIdx.x * SPAN + g * WIDTH;
     const i64 begin = blockIdx.y * p.chunk, end = begin + p.chunk < p.rows ? begin + p.chunk : p.rows;
+    float2 affine[NORMALIZED ? WIDTH : 1];
+#pragma unroll
+    for (int e = 0; NORMALIZED && e < WIDTH; ++e) affine[e] = affine_of(moments, gamma, beta, channel + e, p.wide);
     Sum sum;
 #pragma unroll 2
     for (i64 row = begin + warp * STEP + 4 * t; row - 4 * t < end; row += WARPS * STEP) {
@@ -117,6 +124,11 @@ conv2d_thin_weight_kernel(const T* __restrict__ few, const T* __restrict__ wide,
             clear(x[i]);
             if (row + i < end) x[i] = fetch<VEC_X>(wide + (row + i) * p.wide_pitch, channel, p.wide);
         }
+#if NORMALIZED
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+            if (row + i < end) normalize(x[i], affine);  // what is not there stays zero
+#endif
         sum.add(x, few, p, row, end);
     }
 #pragma unroll
