@@ -206,21 +206,29 @@ def test_one_row_is_refused(ops, how):
 
 @PLANS
 @PRECISIONS
-def test_frozen_statistics_are_constants(ops, rng, how, precision):
+@BRANCHES
+def test_frozen_statistics_are_constants(ops, rng, how, precision, kinds):
     """In evaluation mode the running statistics normalise, forward and backward, and nothing changes them."""
-    image = (8, 8, 16)
-    x, dy, [norm] = draw(rng, image, 2.0, precision)
-    model = model_of(ops, how, precision, image, norm)
-    mean, variance = rng.standard_normal(16).astype(np.float32), rng.uniform(0.5, 3, 16).astype(np.float32)
-    state = model.state_dict() | {"bn0.running_mean": mean, "bn0.running_var": variance}
+    image, unit = (8, 8, 16), 4 * ROUNDED[precision]
+    x, dy, norms = draw(rng, image, 2.0, precision, kinds)
+    model = model_of(ops, how, precision, image, *norms)
+    names = [f"bn{i}.running_" for i, norm in enumerate(norms) if norm]
+    means = {f"{name}mean": rng.standard_normal(16).astype(np.float32) for name in names}
+    variances = {f"{name}var": rng.uniform(0.5, 3, 16).astype(np.float32) for name in names}
+    state = model.state_dict() | means | variances
     model.load_state_dict(state)
     model.eval()
     y = np.asarray(ops.to_host(model.forward(ops.from_host(x), grad=True)), np.float64)
     dx = np.asarray(ops.to_host(model.backward(ops.from_host(dy))), np.float64)
-    moments = np.stack([mean, 1 / np.sqrt(variance.astype(np.float64) + EPS)])
-    unit = 4 * ROUNDED[precision]
-    np.testing.assert_allclose(y, reference.apply(x, moments, *norm, relu=True), rtol=unit, atol=2e-5)
-    wanted = np.where(y > 0, dy.astype(np.float64), 0) * moments[1] * norm.gamma
-    np.testing.assert_allclose(dx, wanted, rtol=2 * unit, atol=1e-6)
+    g, total, size = np.where(y > 0, dy.astype(np.float64), 0), 0.0, 0.0
+    for i, (part, norm) in enumerate(zip(np.split(x, len(norms), axis=-1), norms, strict=True)):
+        own, slope = part.astype(np.float64), 1.0
+        if norm:
+            deviation = np.sqrt(variances[f"bn{i}.running_var"].astype(np.float64) + EPS)
+            moments = np.stack([means[f"bn{i}.running_mean"], 1 / deviation])
+            own, slope = reference.apply(part, moments, *norm), moments[1] * norm.gamma
+        total, size = total + own, size + np.abs(own)
+        np.testing.assert_allclose(np.split(dx, len(norms), axis=-1)[i], g * slope, rtol=2 * unit, atol=1e-6)
+    assert (np.abs(y - np.maximum(total, 0)) <= unit * size + 2e-5).all()
     after = model.state_dict()
     assert all((after[name] == value).all() for name, value in state.items())
