@@ -43,8 +43,9 @@ def fused_steps() -> str:
     """Steps by fusion plan: the networks first where measuring gains least over the best fixed plan.
 
     After the times stand what the chosen plans gain over the best fixed one, what measuring gains over the best one in
-    which kernels choose nothing either, and over the rivals that the literature has, and the largest spread. A gain is
-    that of the median turn, with the turns in which there was one.
+    which kernels choose nothing either, and over the rivals that the literature has, the memory that a step without a
+    plan and a chosen one hold, and the largest spread. A gain is that of the median turn, with the turns in which there
+    was one.
     """
     cases: dict[tuple[str, ...], dict[str, Row]] = {}
     for machine, row in _fusion("steps"):
@@ -60,11 +61,13 @@ def fused_steps() -> str:
         gains = [_gain(rows[fixed], rows[arm])[1] if arm in ms else "" for arm in chosen]
         gains += [_gain(rows[uniform], rows[best])[1] if "bnff-everywhere" in ms else ""]
         gains += [f"{ms[rival] / ms[best]:.2f}" if rival in ms else "" for rival in _RIVALS]
+        held = [rows[arm].get("device_bytes") for arm in ("none", best)]
+        gains += [" → ".join(f"{number / 1e9:.1f}" for number in held) if all(held) else ""]
         spread = max(row["spread"] for row in rows.values())
         times = [f"{ms[arm]:.2f}" if arm in ms else "" for arm in arms]
         lines.append((_gain(rows[fixed], rows[best])[0], [*case, *times, *gains, f"{spread:.1%}"]))
     gained = [*(f"best fixed / {arm}" for arm in chosen), "best where none declines / chosen"]
-    gained += [*(f"{rival} / chosen" for rival in _RIVALS), "spread"]
+    gained += [*(f"{rival} / chosen" for rival in _RIVALS), "GB", "spread"]
     head = ["network", "machine", "dtype", *arms, *gained]
     return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
