@@ -1,6 +1,6 @@
 """Batch-norm fusion: every way of every batch norm, neighbours together, and whole training steps by plan.
 
-    python benchmarks/bench_fusion.py --json benchmarks/results/h200/bench_fusion.json                  on a GPU
+    python benchmarks/bench_fusion.py --cases unet/32 --json benchmarks/results/h200/bench_fusion_unet.json.gz on a GPU
     python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph --minutes 2 ...
 
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.

@@ -227,6 +227,11 @@ def check(name: str, losses: list[float], expected: list[float], tolerance: floa
         raise AssertionError(f"{name} computes something else: losses {losses}, expected {expected}")
 
 
+def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
+    """How far losses are from others, relative, at most."""
+    return max(abs(one - other) / abs(other) for one, other in zip(losses, expected, strict=True))
+
+
 def compared(ours: Ours, names: Sequence[str]) -> tuple[dict[str, list[float]], dict[str, int]]:
     """(the first losses of our arms, which agree; the memory that each holds)."""
     by_plan: dict[str, list[float]] = {}
@@ -314,6 +319,7 @@ def row(
         "device_bytes": held[name] if gpu else None,
         "peer_device_bytes": {peer: held[peer] for peer in peers} if gpu else {},
         "losses": losses[name],
+        "losses_apart": {arm: apart(losses[name], others) for arm, others in losses.items() if arm != name},
         "peer_losses": {peer: losses[peer] for peer in peers},
     }
 

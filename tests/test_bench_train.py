@@ -7,6 +7,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -39,6 +40,8 @@ def test_plans_of_ours_compute_the_same_and_are_told_apart():
     rows = bench_train.in_turns(ours, ["eager", "eager:mine"], (), blocks=2, steps=1)
     assert [row["arm"] for row in rows] == ["eager", "eager, mine"] and set(inside) == {"", "mine"}
     assert rows[0]["losses"] == pytest.approx(rows[1]["losses"], rel=1e-3) and len(set(rows[0]["losses"])) > 1
+    ratio = np.array(rows[1]["losses"]) / rows[0]["losses"]
+    assert rows[1]["losses_apart"] == {"eager": pytest.approx(np.abs(ratio - 1).max())}
     assert ours.plan("mine") is plan and ours.plan("").sites != plan.sites
     result("bench_train", rows)  # has what a result file needs
 

@@ -250,13 +250,13 @@ def test_the_heuristic_needs_no_clock_and_no_batch():
 
 
 def test_the_model_chooses_as_the_measurements_do():
-    """Of four networks on an H200: no fixed plan is a hundredth faster, nor would choosing for each be by much."""
+    """Of five networks on an H200: no fixed plan is a hundredth faster, nor would choosing for each be by much."""
     found = {}
     for path in sorted((ROOT / "benchmarks" / "results" / "h200").glob("bench_fusion*.json*")):
         for row in load(path)["rows"]:
             if row["part"] == "sites":
                 found.setdefault(row["case"], {}).setdefault(row["site"], {}).setdefault(row["arm"], []).append(row)
-    assert len(found) >= 4
+    assert len(found) >= 5
     for case, measured in found.items():
         name, image, _ = case.split("/")
         size = int(image.split("x")[0])
@@ -270,9 +270,7 @@ def test_the_model_chooses_as_the_measurements_do():
             ms["best"] += min(took.values())
             for how, plan in plans.items():
                 runs = (cost.runs_as(graph, sites[one], plan[one], BF16, H200) for one in group.split(" and "))
-                way = " and ".join(runs)
-                # Measured before a network's first layer took statistics, it has the way that this came to then.
-                ms[how] += took[way if way in took else way.replace("+statistics", "")]
+                ms[how] += took[" and ".join(runs)]
         assert ms["auto"] <= 1.01 * min(ms[how] for how in fusion.PLANS), (case, ms)
         assert ms["auto"] <= 1.02 * ms["best"], (case, ms)
 

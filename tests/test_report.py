@@ -268,7 +268,7 @@ def test_what_a_plan_gains_is_told_of_turns_in_pairs(report, monkeypatch):
     steps = {"none": 30.0, "bnff": 21.0, "auto": 20.0, "adaptive": 21.0}
     rows = [
         {"case": "net/8x8/b2", "dtype": "bf16", "part": "steps", "arm": arm, "ms": ms, "spread": 0.2}
-        | {"turns_ms": [ms * tick for tick in clock]}
+        | {"turns_ms": [ms * tick for tick in clock], "device_bytes": 1e8 * ms}
         for arm, ms in steps.items()
     ]
     monkeypatch.setattr(report.fusion, "_fusion", lambda part: [("H200", row) for row in rows])
@@ -277,4 +277,4 @@ def test_what_a_plan_gains_is_told_of_turns_in_pairs(report, monkeypatch):
     )
     found = dict(zip(head, line, strict=True))
     assert found["best fixed / auto"] == "1.050, 4 of 4" and found["best fixed / adaptive"] == "1.000, 0 of 4"
-    assert found["none / chosen"] == "1.43"
+    assert found["none / chosen"] == "1.43" and found["GB"] == "3.0 → 2.1"

@@ -136,7 +136,9 @@ def _all_operations() -> Iterator[tuple]:
 
 
 def training() -> str:
-    """Whole steps beside PyTorch in each of its ways, worst ratio to its fastest first; and the memory of both."""
+    """Whole steps beside PyTorch in each of its ways, worst ratio to its fastest first; the memory of both, and how far
+    the first losses are from those of any other arm of the run, the unfused one and PyTorch's included.
+    """
     steps = _steps("bench_train")
     peers = [peer for peer in _PEERS if any(peer in row["peers"] for _, _, row in steps)]
     rows = []
@@ -144,10 +146,11 @@ def training() -> str:
         theirs = [f"{row['peers'][peer]:.1f}" if peer in row["peers"] else "" for peer in peers]
         held = row.get("device_bytes"), row.get("peer_device_bytes", {}).get(_fastest(row))
         gigabytes = [f"{number / 1e9:.1f}" if number else "" for number in held]
-        figures = [f"{row['ms']:.1f}", *theirs, f"{speed:.2f}", *gigabytes]
+        apart = f"{max(row['losses_apart'].values()):.1%}" if row.get("losses_apart") else ""
+        figures = [f"{row['images_per_s']:.0f}", f"{row['ms']:.1f}", *theirs, f"{speed:.2f}", *gigabytes, apart]
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
-    head = ["training step", "machine", "dtype", "way", "minidl ms", *map(_PEERS.get, peers)]
-    head += ["speed against the fastest", "GB", "of the fastest"]
+    head = ["training step", "machine", "dtype", "way", "images/s", "ms", *map(_PEERS.get, peers)]
+    head += ["speed against the fastest", "GB", "of the fastest", "losses apart"]
     whole, hosts = table(head, rows, words=range(4)), _hosts()
     return f"{whole}\n\n{hosts}" if hosts else whole
 
