@@ -42,18 +42,6 @@ from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
-__all__ = [
-    "PASSES",
-    "PRECISIONS",
-    "Arrays",
-    "checked",
-    "compile_ahead",
-    "floor_ms",
-    "main",
-    "passes_of",
-    "row_of",
-]
-
 PASSES = ("forward", "backward_data", "backward_weight")
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least

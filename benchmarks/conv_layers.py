@@ -10,8 +10,6 @@ from minidl import models
 from minidl.graph import Graph
 from minidl.layers import Conv2d
 
-__all__ = ["NETWORKS", "Layer"]
-
 
 @dataclass(frozen=True)
 class Layer:

@@ -14,23 +14,6 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-__all__ = [
-    "Function",
-    "GatedGradient",
-    "MaskedGradient",
-    "Normalized",
-    "Origin",
-    "PooledGradient",
-    "TiledGradient",
-    "Value",
-    "activated",
-    "addend",
-    "finished",
-    "materialize",
-    "owed",
-    "summands",
-]
-
 
 @dataclass(frozen=True)
 class Normalized:

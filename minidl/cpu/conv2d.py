@@ -16,16 +16,6 @@ from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_t
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = [
-    "channel_sum",
-    "conv2d",
-    "conv2d_backward_data",
-    "conv2d_backward_data_masked",
-    "conv2d_backward_data_summed",
-    "conv2d_backward_weight",
-    "conv2d_stats",
-]
-
 Norm = tuple[Array, Array, Array]  # moments, gamma, beta
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time

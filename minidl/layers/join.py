@@ -23,8 +23,6 @@ from minidl.value import (
     summands,
 )
 
-__all__ = ["Add", "Concat", "Mul", "Place", "leave_strided", "share_buffers", "sum_for_biases"]
-
 
 class Add(Layer):
     """Sum of two inputs of one shape: the join of a residual block. Both gradients are ``dy`` itself.

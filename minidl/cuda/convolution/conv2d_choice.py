@@ -25,8 +25,6 @@ from minidl.cuda.convolution.widen import wide_channels
 from minidl.cuda.device import DeviceRecord
 from minidl.shapes import round_up
 
-__all__ = ["choice", "options", "widened"]
-
 # Of a weight gradient by the generic kernel, whose tiles have at least 64 rows and columns, taps side by side:
 # microseconds to start and end; in one, bytes of both images and products in 16 bits, of which one takes half in TF32.
 START, BYTES, PRODUCTS, TILE = 8.1, 3.07e6, 9.5e7, 64

@@ -16,8 +16,6 @@ from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["FEW", "PARTS", "Division", "divided", "options"]
-
 PARTS = 1, 2, 4, 8  # blocks of a cluster
 # For the fewest rows: stages are all filters but for those, and as many on their way as there is room for.
 FEW = HopperTile(64, 64, 12, 1, 1, 0.13, 0.3, 0.0), HopperTile(64, 64, 6, 1, 2, 0.11, 0.3, 0.0)

@@ -26,23 +26,6 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.device import BUILT_IN, DeviceRecord
 from minidl.shapes import ceil_div
 
-__all__ = [
-    "PAIRED",
-    "PARTS",
-    "ROOMY",
-    "SLAB",
-    "TILES",
-    "HopperTile",
-    "candidates",
-    "choose",
-    "microseconds",
-    "normalizing_pays",
-    "options",
-    "parts_of",
-    "taken",
-    "work",
-]
-
 SLAB = 64  # rows of an output buffer, of 128 bytes
 BARRIERS, AFFINE, ATOM = 256, 512, 1024  # bytes: of barriers, of what a stage's channels need to be normalised
 

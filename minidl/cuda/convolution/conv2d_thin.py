@@ -18,8 +18,6 @@ from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
-__all__ = ["applies", "backward_weight", "gather", "normalizes", "pays"]
-
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
 # TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels

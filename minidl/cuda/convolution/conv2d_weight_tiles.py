@@ -16,26 +16,6 @@ from minidl.cuda.convolution.conv2d_walk import reads
 from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo
 from minidl.shapes import Pair, ceil_div, round_up
 
-__all__ = [
-    "TF32_TILES",
-    "THREE_TILES",
-    "TILES",
-    "WORKERS",
-    "Division",
-    "WeightTile",
-    "bundled",
-    "choose",
-    "microseconds",
-    "moved",
-    "normalizes",
-    "options",
-    "rows_first",
-    "shares",
-    "span_of",
-    "taken",
-    "tiles_of",
-]
-
 WORKERS = 132  # multiprocessors of an H100 or H200: a constant, so that sums are cut alike on every device
 
 

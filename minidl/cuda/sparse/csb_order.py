@@ -17,8 +17,6 @@ import numpy as np
 
 from minidl.shapes import round_up
 
-__all__ = ["RANGE", "UNIT", "deal", "line"]
-
 UNIT = 16  # output features of a warp
 RANGE = 1024  # among which features are dealt: csb_lists.cu looks for those of a thread block there
 MOST_UNITS = 16  # of a thread block
