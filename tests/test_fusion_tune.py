@@ -271,8 +271,10 @@ def test_the_model_chooses_as_the_measurements_do():
             for how, plan in plans.items():
                 runs = (cost.runs_as(graph, sites[one], plan[one], BF16, H200) for one in group.split(" and "))
                 way = " and ".join(runs)
-                # Measured before a network's first layer took statistics, it has the way that this came to then.
-                ms[how] += took[way if way in took else way.replace("+statistics", "")]
+                # Measured before a network's first layer took statistics, and the last normalised what it reads, it has
+                # the way that this came to then.
+                came_to = (way, way.replace("+statistics", ""), way.replace("+prologue", ""))
+                ms[how] += next(took[one] for one in came_to if one in took)
         assert ms["auto"] <= 1.01 * min(ms[how] for how in fusion.PLANS), (case, ms)
         assert ms["auto"] <= 1.02 * ms["best"], (case, ms)
 
