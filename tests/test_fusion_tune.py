@@ -270,7 +270,9 @@ def test_the_model_chooses_as_the_measurements_do():
             ms["best"] += min(took.values())
             for how, plan in plans.items():
                 runs = (cost.runs_as(graph, sites[one], plan[one], BF16, H200) for one in group.split(" and "))
-                ms[how] += took[" and ".join(runs)]
+                way = " and ".join(runs)
+                # A U-Net's last convolution did not normalise what it reads yet when these were measured.
+                ms[how] += took[way] if way in took else took[way.replace("+prologue", "")]
         assert ms["auto"] <= 1.01 * min(ms[how] for how in fusion.PLANS), (case, ms)
         assert ms["auto"] <= 1.02 * ms["best"], (case, ms)
 
