@@ -145,6 +145,8 @@ def sleeping():
 
 def slow():
     """A rank that is late, and comes: somebody tells what is waited for, and the job goes on."""
+    comm.start_all_reduce(array, name="layer1.0.conv1").wait()  # in the first NCCL connects, for seconds at times
+    ops.synchronize()
     roll_call.SUSPECT_SECONDS, roll_call.WARN_SECONDS = 0.2, 0.5
     if misbehaves:
         time.sleep(3)
