@@ -125,9 +125,10 @@ AGAIN = 1.07
 _NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
-# that the exchange takes.
+# that an exchange counts. It takes 0.9; with more, short depths are left to tiles of 128x64, which where they have a
+# multiprocessor to themselves are quicker than estimated.
 PARTS = 1, 2
-_WORKERS, _EXCHANGED = 132, 0.9
+_WORKERS, _EXCHANGED = 132, 2.5
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
