@@ -66,11 +66,12 @@
 // channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many bytes, 4.3 in stores
 // alone: it is the turns between reads and writes that cost.
 // Nor so that what ends a tile is hidden: warpgroups with tiles of 128x128 of their own, in turn, one writing while the
-// other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99); what
-// is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2 times as
-// long as cuDNN's without a mask beside it, 1.9 as it is); it or the addend read into registers ahead (nothing). Reckoned, not profiled: products of 128 columns read 96
-// bytes a clock of shared memory, their stages come at some 50, and it has 128; so each pass of the end of a tile over
-// shared memory, three more where it masks, takes its own time whoever else multiplies.
+// other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99);
+// what is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2
+// times as long as cuDNN's without a mask beside it, 1.9 as it is); it or the addend read into registers ahead
+// (nothing). Reckoned, not profiled: products of 128 columns read 96 bytes a clock of shared memory, their stages come
+// at some 50, and it has 128; so each pass of the end of a tile over shared memory, three more where it masks, takes
+// its own time whoever else multiplies.
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per second
 // on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
