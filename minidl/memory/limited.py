@@ -62,8 +62,10 @@ class LimitedMemory:
         """Take the memory, and run the model's steps in it from now on."""
         _release(self._model)  # another limit's memory
         make = self._options["engine"] or _gpu
-        # The plan of a slightly smaller batch may move slightly more.
-        host_bytes = self.script.host_bytes + self.script.host_bytes // 8
+        # The plan of a slightly smaller batch may move slightly more, or a tensor more.
+        tensors, moved = self.script.trace.tensors, self.script.plan.chosen("offload")
+        host_bytes = self.script.host_bytes
+        host_bytes += max([host_bytes // 8, *(tensors[one.tensor].bytes for one in moved)])
         self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
         self._scripts = {self._batch: self.script}
         _attach(self._model, self.store)
