@@ -64,8 +64,9 @@ class LimitedMemory:
         make = self._options["engine"] or _gpu
         # The plan of a slightly smaller batch may move slightly more, or a tensor more.
         tensors, moved = self.script.trace.tensors, self.script.plan.chosen("offload")
-        host_bytes = self.script.host_bytes
-        host_bytes += max([host_bytes // 8, *(tensors[one.tensor].bytes for one in moved)])
+        host_bytes, budget = self.script.host_bytes, self._host_budget()
+        more = max([host_bytes // 8, *(tensors[one.tensor].bytes for one in moved)])
+        host_bytes += more if budget is None else max(0, min(more, budget - host_bytes))
         self.store = ScriptedStore(make(self.script.arena_bytes, host_bytes), self._script_for)
         self._scripts = {self._batch: self.script}
         _attach(self._model, self.store)
@@ -185,10 +186,14 @@ class LimitedMemory:
     def _link(self) -> Link:
         return self._options["link"] or link_of(_RATES)
 
-    def _require_host(self) -> None:
-        needed, budget = self.script.host_bytes, self._options["host_limit"]
+    def _host_budget(self) -> int | None:
+        budget = self._options["host_limit"]
         if budget is None and (whole := host_budget()) is not None:
             budget = whole // self._model.comm.local_size
+        return budget
+
+    def _require_host(self) -> None:
+        needed, budget = self.script.host_bytes, self._host_budget()
         if budget is not None and needed > budget:
             remedy = "take a higher memory limit, or a smaller batch"
             raise checks.bad_value("memory", "host memory", f"at least {human(needed)}", human(budget), remedy)

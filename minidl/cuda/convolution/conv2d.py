@@ -224,10 +224,7 @@ def conv2d_backward_data(
     """
     who = "conv2d_backward_data"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = convolution(who, x_shape, w.shape, **geometry)
-    if dy.shape != conv.y_shape:
-        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-    question = Question("backward_data", conv, dtype_code(dy, who), tf32)
+    question = _of_data(who, dy, w, x_shape, tf32, **geometry)
     if out is not None and not _writes_at_a_pitch(who, question, dy, out):
         copy_into(out, conv2d_backward_data(dy, w, x_shape, **geometry, bias=bias, add=add, tf32=tf32))
         return out
@@ -262,11 +259,8 @@ def conv2d_backward_data_summed(
         dx; parts of its sums (R, C) float32, whose `channel_sum` is that of dx, or None where no kernel takes them.
     """
     who = "conv2d_backward_data_summed"
-    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    conv = convolution(who, x_shape, w.shape, **geometry)
-    if dy.shape != conv.y_shape:
-        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
-    question, dx = Question("backward_data", conv, dtype_code(dy, who), tf32), empty(x_shape, dy.dtype)
+    question = _of_data(who, dy, w, x_shape, tf32, stride=stride, padding=padding, dilation=dilation, groups=groups)
+    conv, dx = question.conv, empty(x_shape, dy.dtype)
     code = check_operands(who, dy, w, None, _full(question, add), dx, tf32)
     check_alike(who, dx, mask=mask)
     if not dx.size:
@@ -279,6 +273,15 @@ def conv2d_backward_data_summed(
         return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice)
     _gather(question, choice, dy, w, None, add, dx)
     return dx if mask is None else activation.relu_backward(dx, mask), None
+
+
+def _of_data(
+    who: str, dy: Any, w: Any, x_shape: tuple[int, int, int, int], tf32: int, **geometry: Pair | int
+) -> Question:
+    conv = convolution(who, x_shape, w.shape, **geometry)
+    if dy.shape != conv.y_shape:
+        raise checks.bad_shape(who, "dy", str(conv.y_shape), dy.shape)
+    return Question("backward_data", conv, dtype_code(dy, who), tf32)
 
 
 def conv2d_adds_spaced(
