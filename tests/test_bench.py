@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -284,7 +285,11 @@ def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(kind, 
         return {row.key[2]: row.verdict for row in compare_results(a, b).rows}
 
     monkeypatch.setattr(kind, "compute", delayed)
-    measured()  # clocks rise
+    end = time.perf_counter() + 4
+    while time.perf_counter() < end:
+        # Clocks rise; and by the sixth time, at equal clocks and temperatures, this batch norm is 2 % slower for good,
+        # for a reason not found (three runs of three on an H200).
+        measured()
     a, b = measured(), measured()
     delay[0] = 0.05e-3 * next(row["ms"] for row in a["rows"] if row["pass"] == "forward")
     c = measured()
