@@ -286,9 +286,7 @@ def test_a_planted_slowdown_of_a_layer_is_found_on_a_gpu_and_noise_is_not(kind, 
 
     monkeypatch.setattr(kind, "compute", delayed)
     end = time.perf_counter() + 4
-    while time.perf_counter() < end:
-        # Clocks rise; and by the sixth time, at equal clocks and temperatures, this batch norm is 2 % slower for good,
-        # for a reason not found (three runs of three on an H200).
+    while time.perf_counter() < end:  # clocks rise; after 2 s this norm is 2 % slower for good, at an equal clock
         measured()
     a, b = measured(), measured()
     delay[0] = 0.05e-3 * next(row["ms"] for row in a["rows"] if row["pass"] == "forward")
