@@ -92,7 +92,8 @@ distclean: clean ## remove .venv too
 	@rm -rf .venv
 
 # The machine's own MPI is taken when it can be built against, else one from wheels; the CUDA wheels follow the driver.
-# Without build isolation the extensions are compiled once, by the Cython and against the NumPy that stay.
+# Without build isolation the extensions are compiled once, by the Cython and against the NumPy that stay. Bytecode of all
+# packages would take 20 s: what is imported is compiled then.
 .venv/installed: pyproject.toml
 	@for python in python3 python3.14 python3.13 python3.12 python3.11 none; do \
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break; \
@@ -109,7 +110,7 @@ distclean: clean ## remove .venv too
 	esac; \
 	echo "environment: pip install --editable .[$$extras,$$mpi,$$cuda]"; \
 	$(PIP) install --upgrade pip 'setuptools>=77' 'cython>=3.1' 'numpy>=2.0' && \
-	$(PIP) install --no-build-isolation --editable ".[$$extras,$$mpi,$$cuda]"
+	$(PIP) install --no-compile --no-build-isolation --editable ".[$$extras,$$mpi,$$cuda]"
 	@touch $@
 
 $(BUILT): $(ENVIRONMENT) setup.py $(wildcard minidl/*/*.pyx minidl/*/*.pxd minidl/*/*.h)
