@@ -323,6 +323,7 @@ def _largest(launches, compiled) -> set:
     return {max(group, key=lambda entry: (entry[0], str(entry)))[1] for group in found.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", CALLS)
 @NEEDS_NVRTC
 def test_every_variant_compiles_and_fits(stem):
