@@ -41,6 +41,8 @@ class BuildExtensions(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
         self.parallel = self.parallel or jobs()
+        if self.inplace:  # pip's folder for an editable install lives no longer than it: all would be compiled again
+            self.build_lib = self.build_temp = f"build/{sys.implementation.cache_tag}"
 
     def build_extensions(self) -> None:
         if self.compiler_links_openmp():

@@ -17,38 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pages import fusion, layers, memory, ranks, sparse, speed, tuning
 from pages.files import RESULTS, ROOT, everywhere
 
-from minidl.bench import command
 from minidl.profile.plots import save
-from minidl.profile.tables import markdown
-
-
-def options() -> str:
-    """Every option of ``minidl bench``, verb by verb, from its own parser; those of two verbs that both have, once."""
-    rows = {verb: _options(command.parser_of(verb)) for verb in command.VERBS}
-    both = [row for row in rows["layers"] if row in rows["model"]]
-    parts = {"minidl bench layers, minidl bench model": both}
-    for verb, own in rows.items():
-        parts[f"minidl bench {verb}"] = [row for row in own if verb not in ("layers", "model") or row not in both]
-    return "\n\n".join(
-        f"### {name}\n\n{markdown(['option', '', 'default'], own, range(3))}" for name, own in parts.items()
-    )
-
-
-def _options(parser: argparse.ArgumentParser) -> list[list[str]]:
-    rows = []
-    for action in parser._actions:  # argparse has no public list of options
-        if action.dest != "help":
-            shown = action.metavar or ("" if action.nargs == 0 else "|".join(map(str, action.choices or [])) or "VALUE")
-            name = " ".join([*action.option_strings[-1:], shown + " ..." * (action.nargs == "+")]).strip()
-            rows.append([f"`{name}`".replace("|", "\\|"), action.help or "", _default(action)])
-    return rows
-
-
-def _default(action: argparse.Action) -> str:
-    value = action.default
-    if value in (None, False, []) or not action.option_strings:
-        return ""
-    return f"`{' '.join(map(str, value)) if isinstance(value, list) else value}`"
 
 
 def between(page: str, name: str, text: str) -> str:
@@ -67,7 +36,6 @@ def between(page: str, name: str, text: str) -> str:
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"sample": lambda: layers.sample(RESULTS), "speed": speed.headline},
-    "docs/benchmarks.md": {"options": options},
     "docs/speed.md": {"results": speed.results, "commands": speed.commands},
     "docs/distributed.md": {
         "all-reduces": ranks.all_reduces,

@@ -48,7 +48,11 @@ def ops_of(array: Any) -> ModuleType | None:
     if cupy is not None and isinstance(array, cupy.ndarray):
         return get_ops("cuda")
     if isinstance(array, np.ndarray):
-        # Inside a dry run, NumPy arrays that nobody touches stand for those of the GPU.
-        device = sys.modules.get("minidl.cuda.device")
-        return get_ops("cpu" if device is None or device.active_dry_run() is None else "cuda")
+        return get_ops("cuda" if dry() else "cpu")
     return None
+
+
+def dry() -> bool:
+    """Whether this is a dry run, in which NumPy arrays that nobody touches stand for those of the GPU."""
+    device = sys.modules.get("minidl.cuda.device")
+    return device is not None and device.active_dry_run() is not None

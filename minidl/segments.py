@@ -9,7 +9,7 @@ from math import prod
 
 import numpy as np
 
-from minidl import checks
+from minidl import backend, checks
 from minidl.dist.communicator import Work
 from minidl.initializers import Initializer
 from minidl.shapes import round_up
@@ -113,7 +113,7 @@ def flattened(named: Mapping[str, np.ndarray], segments: Iterable[Segment], size
 
 
 def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.ndarray:
-    """Starting values of one parameter.
+    """Starting values of one parameter; zeros in a dry run, where nobody reads them.
 
     Raises:
         TypeError: when ``init`` is no function.
@@ -122,7 +122,7 @@ def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.n
     if not callable(init):
         remedy = "see minidl.initializers"
         raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
-    values = np.asarray(init(rng, segment.shape))
+    values = np.zeros(segment.shape, np.float32) if backend.dry() else np.asarray(init(rng, segment.shape))
     if values.shape != segment.shape:
         raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)
     return values

@@ -5,6 +5,7 @@ The first half needs no GPU: it walks the tensor maps as the engine does and sum
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 
@@ -25,6 +26,7 @@ from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
+from tests.variants import covering_each
 
 CASES = [
     Case("3x3", (2, 9, 10, 64), (64, 3, 3), padding=(1, 1)),
@@ -261,11 +263,9 @@ def test_the_family_is_the_one_that_measured_fastest():
     assert chosen((104, 10, 10, 512), 512, (3, 3), groups=32) == chosen((10, 8, 8, 128), 128, (3, 3), 1, 8) == "hopper"
 
 
-@EVERY_TILE
-def test_every_tile_compiles_and_fits(tile, tf32):
-    """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters; partial
-    sums that hold little of a tile."""
-    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
+def _planned_for(tile, tf32) -> dict:
+    """The variants of one tile and their blocks: with and without a stride, both types, one partial sum or several,
+    clusters; partial sums that hold little of a tile."""
     blocks, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
     much, little = (512, 64), (40, 24)
     kinds = (
@@ -288,7 +288,19 @@ def test_every_tile_compiles_and_fits(tile, tf32):
             if planned.summed:
                 blocks["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block
     assert len(blocks) >= 3
-    variants = sorted(blocks)
+    return blocks
+
+
+@functools.cache
+def _covering_tiles() -> dict[str, list]:
+    return covering_each({f"{tile.name}-{tf32}": _planned_for(tile, tf32) for tile, tf32 in TILES})
+
+
+@EVERY_TILE
+def test_every_tile_compiles_and_fits(tile, tf32):
+    """Whichever tile sizes choose: each with each option that it can have, and two options in some tile."""
+    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
+    blocks, variants = _planned_for(tile, tf32), _covering_tiles()[f"{tile.name}-{tf32}"]
     for variant, report in zip(variants, nvrtc.compile_all(variants, nvrtc.target(H200.arch), PROCESSES), strict=True):
         (kernel,) = report.kernels
         # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.

@@ -6,6 +6,7 @@ small, odd channel counts, pitched and misaligned arrays, every option. No GPU i
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import re
@@ -29,6 +30,7 @@ from minidl.precision import bfloat16, float16, float32
 from tests import kernel_calls
 from tests.kernel_calls import PROCESSES, STORAGE
 from tests.kernel_calls import parameters as _parameters
+from tests.variants import NEEDS_NVRTC, as_bfloat16, covering, covering_each, distinct
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
 
@@ -249,14 +251,6 @@ CALLS: dict[str, Callable[[], None]] = kernel_calls.CALLS | {
 }
 
 
-def _nvrtc_reason() -> str | None:
-    try:
-        nvrtc.version()
-    except ImportError as error:
-        return str(error)
-    return None
-
-
 _SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
 
 
@@ -319,43 +313,34 @@ def _launches(stem, name):
     return log.launches
 
 
-def _variants(launches, known=()) -> list:
-    """Those that are not ``known``, each once; of float16 only what is not there for bfloat16 as well."""
-    every = dict.fromkeys((launch.stem, launch.defines) for launch in launches)
-    twins = every.keys() | known
-    return [v for v in every if v not in known and ((twin := _as_bfloat16(v)) == v or twin not in twins)]
-
-
-def _as_bfloat16(variant):
-    stem, defines = variant
-    return stem, tuple((key, 1 if key.endswith("DTYPE") and value == 2 else value) for key, value in defines)
-
-
 def _largest(launches, compiled) -> set:
-    """Of each kernel and block size the variants among ``compiled`` that take most registers."""
+    """Of each kernel and about as many threads the one among ``compiled`` that takes most registers."""
     found: dict[tuple, list] = {}
     for launch in launches:
         if (variant := (launch.stem, launch.defines)) in compiled:
-            registers = _kernel(compiled, launch).registers
-            found.setdefault((launch.stem, launch.name, launch.block), []).append((registers, variant))
-    return {variant for group in found.values() for registers, variant in group if registers == max(group)[0]}
+            registers, threads = _kernel(compiled, launch).registers, int(np.prod(launch.block))
+            found.setdefault((launch.stem, launch.name, threads.bit_length()), []).append((registers, variant))
+    return {max(group, key=lambda entry: (entry[0], str(entry)))[1] for group in found.values()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stem", CALLS)
-@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+@NEEDS_NVRTC
 def test_every_variant_compiles_and_fits(stem):
-    """For Hopper each variant of float32 and bfloat16. As float16, and for sm_80, those that take most registers of
-    each kernel and block size, and for sm_80 and 86 what is launched there alone.
+    """For Hopper so many variants of float32 and bfloat16 that each value of a macro meets each of any other; as
+    float16, and for sm_80, those of them that take most registers of each kernel; for sm_80 and 86 further what only
+    these launch, where two values meet for the first time.
 
-    What this leaves out was compiled once: the rest of float16 took 3 registers more at most, of sm_80 11 and of sm_86
-    13 more than on sm_80, none of them near a limit. Not shown here is that no small variant spills on an older GPU.
+    MINIDL_EVERY_VARIANT=1 compiles all for Hopper, and what is launched on the others alone. That was done once: of 180
+    kernels 13 had a variant that took more registers, at most 25 more; float16 took 3 more at most, sm_80 11, and sm_86
+    13 more than sm_80. None was near a limit.
     """
     device, arch = BUILT_IN["H200"], nvrtc.target((9, 0))
     launches = _launches(stem, "H200")
-    compiled = _compiled(_variants(launches), arch)
+    compiled = _compiled(covering(distinct(launches)), arch)
     largest = _largest(launches, compiled)
     known = {(launch.stem, launch.defines) for launch in launches}
-    halves = _compiled([v for v in known if v not in compiled and _as_bfloat16(v) in largest], arch)
+    halves = _compiled([v for v in known if v not in compiled and as_bfloat16(v) in largest], arch)
     problems = _all_problems(launches, compiled | halves, device)
     for (file, defines), report in (compiled | halves).items():
         for kernel, opcodes in machine_code.kernels(report.image):
@@ -363,21 +348,22 @@ def test_every_variant_compiles_and_fits(stem):
                 problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
 
     launches = _launches(stem, "A100")
-    ampere = _compiled(_variants(launches, known) + list(_largest(launches, compiled)), "sm_80")
+    ampere = _compiled(covering(distinct(launches, known), compiled) + list(_largest(launches, compiled)), "sm_80")
     # Of what is compiled for others only: shared memory is the same on all.
     problems |= _all_problems(launches, compiled | ampere, BUILT_IN["A100"])
     known |= {(launch.stem, launch.defines) for launch in launches}
 
     launches = _launches(stem, "RTX 3090")
-    reports = compiled | ampere | _compiled(_variants(launches, known), "sm_86")
+    reports = compiled | ampere
+    reports |= _compiled(covering(distinct(launches, known), reports), "sm_86")
     problems |= _all_problems(launches, reports, BUILT_IN["RTX 3090"])
     assert not problems, "\n".join(sorted(problems))
 
 
-@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+@NEEDS_NVRTC
 def test_the_assembler_makes_the_same_of_sm_86_and_sm_89():
     for stem in ("batch_norm", "conv2d", "csb"):
-        file, defines = max(_variants(_launches(stem, "L40")), key=str)
+        file, defines = max(distinct(_launches(stem, "L40")), key=str)
         older, newer = (nvrtc.build(file, arch, dict(defines)).kernels for arch in ("sm_86", "sm_89"))
         assert older == newer
 
@@ -392,7 +378,7 @@ HASTY = {
 
 
 @pytest.mark.parametrize("body", HASTY)
-@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
+@NEEDS_NVRTC
 def test_a_kernel_that_does_not_wait_in_time_is_found(body):
     source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
     image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
@@ -431,13 +417,9 @@ def _tiles_of_hopper():
     yield from (*HALO_TILES, *FEW)
 
 
-@pytest.mark.parametrize("tile", dict.fromkeys(_tiles_of_hopper()), ids=lambda tile: tile.name)
-@pytest.mark.skipif(_nvrtc_reason() is not None, reason=f"needs NVRTC: {_nvrtc_reason()}")
-def test_every_tile_of_hopper_compiles_and_fits(tile):
-    """Whichever tile sizes or a tuner choose: with and without strides, both directions, TF32 and bfloat16; float16 is
-    another word in the instructions, and takes the same registers and shared memory.
-    """
-    device, variants = BUILT_IN["H200"], set()
+def _planned_for(tile) -> dict:
+    """A tile's variants, and their launches: with and without strides, both directions, TF32 and bfloat16."""
+    device, planned = BUILT_IN["H200"], {}
     for code, backward, (kernel, stride) in itertools.product((0, 1), (False, True), ((1, 1), (3, 1), (3, 2))):
         c = 64 * tile.parts
         shape, filters, pair = (4, 16, 16, c), (c, kernel, kernel, c), (stride, stride)
@@ -462,10 +444,26 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)
             launches += conv2d_hopper.plan(split, code, backward, (wide, wide), True, device, (tile, 1))
         for launch in launches:
-            variants.add((launch.stem, tuple(launch.defines.items())))
-            assert launch.shared <= device.shared_per_block and launch.block == tile.threads
-    assert len(variants) >= 2
-    for report in nvrtc.compile_all(sorted(variants), nvrtc.target(device.arch), PROCESSES):
+            planned[launch.stem, tuple(launch.defines.items())] = launch
+    return planned
+
+
+@functools.cache
+def _covering_tiles() -> dict[str, list]:
+    return covering_each({tile.name: _planned_for(tile) for tile in _tiles_of_hopper()})
+
+
+@pytest.mark.parametrize("tile", dict.fromkeys(_tiles_of_hopper()), ids=lambda tile: tile.name)
+@NEEDS_NVRTC
+def test_every_tile_of_hopper_compiles_and_fits(tile):
+    """Whichever tile sizes or a tuner choose: each with each option that it can have, and two options in some tile.
+
+    float16 is another word in the instructions, and takes the same registers and shared memory.
+    """
+    device, planned = BUILT_IN["H200"], _planned_for(tile)
+    for launch in planned.values():
+        assert launch.shared <= device.shared_per_block and launch.block == tile.threads
+    for report in nvrtc.compile_all(_covering_tiles()[tile.name], nvrtc.target(device.arch), PROCESSES):
         (kernel,) = report.kernels
         assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
         assert kernel.registers * tile.threads * tile.resident <= REGISTERS

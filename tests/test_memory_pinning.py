@@ -132,11 +132,12 @@ def test_no_milp_finds_better_on_real_networks(name, image, batch):
     pytest.importorskip("scipy")
     trace = real_trace(name, image, batch)
     p = problem(trace, least=4096)
-    proven = 0
-    for limit in _limits(p.floor, p.peak, 3)[:-1]:
+    proven, (*limits, last, _) = 0, _limits(p.floor, p.peak, 3)
+    for limit in (*limits, last):
         plan = pin(p, limit)
         check(trace, plan)
-        moved, bound, exact = milp(trace, limit, model(trace, least=4096), seconds=2)
+        patience = 30 if limit == last and not proven else 2  # for a busy machine
+        moved, bound, exact = milp(trace, limit, model(trace, least=4096), seconds=patience)
         assert plan.proven and bound <= plan.moved_bytes and (moved is None or plan.moved_bytes <= moved)
         assert not exact or plan.moved_bytes == moved
         proven += exact
