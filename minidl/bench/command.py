@@ -20,9 +20,9 @@ from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Energy, Meter
-from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
+from minidl.profile.spans import NvtxRanges
 from minidl.profile.tables import show
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables

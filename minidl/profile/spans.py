@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
+from minidl import checks
+
 
 class Profiler(Protocol):
     """What layers, arena, loss and optimizer call."""
@@ -60,3 +62,27 @@ class SpanRecorder:
     def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
         self.events.append((layer, pass_name))
         yield
+
+
+class NvtxRanges:
+    """A profiler that marks each span on the host's thread.
+
+    Raises:
+        ImportError: without CuPy, through which NVTX is called.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from cupy.cuda import nvtx
+        except ImportError as error:
+            raise checks.missing_extra("NVTX ranges", "cuda13", error) from error
+        self._nvtx = nvtx
+
+    @contextmanager
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
+        """See `minidl.profile.Profiler`."""
+        self._nvtx.RangePush(f"{layer}/{pass_name}")
+        try:
+            yield
+        finally:
+            self._nvtx.RangePop()
