@@ -110,17 +110,7 @@ def batch_norm_stats(x: Any, *, finish: bool = True) -> Any:
 def batch_norm_finalize(
     stats: Any, eps: float, *, running_mean: Any = None, running_var: Any = None, momentum: float = 0.1
 ) -> tuple[Any, Any]:
-    """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
-
-    Statistics that ``batch_norm_stats`` or ``conv2d_stats`` left unfinished are taken, too.
-
-    Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
-    unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
-
-    Returns:
-        moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
-        count: (1,) float64.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_finalize`; statistics left unfinished are taken, too."""
     if isinstance(stats, Parts | Joined):
         _check_parameters(stats.channels, running_mean=running_mean, running_var=running_var)
         found = stats.finalize(eps, running_mean, running_var, momentum)
@@ -186,11 +176,7 @@ def batch_norm_apply(
     relu: bool = False,
     out: Any = None,
 ) -> Any:
-    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
-
-    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
-    result lies in ``out``, dense or pitched, if that is given.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_apply`."""
     a = np.float32(0.0 if relu else -np.inf)
     return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)[0]
 
@@ -266,11 +252,7 @@ def _apply(
 def batch_norm_backward_stats(
     dy: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
 ) -> Any:
-    """``[sum dy, sum dy*(x - mean)*rstd]`` per channel: (2, C) float64.
-
-    The same sums, rounded to float32, go to the local gradients ``dbeta`` and ``dgamma`` (C,) where given (added with
-    ``accumulate``), before anyone reduces the returned ones over ranks.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_stats`; before anyone reduces the sums over ranks."""
     return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
@@ -287,11 +269,7 @@ def batch_norm_activate_backward_stats(
     dbeta: Any = None,
     accumulate: bool = False,
 ) -> Any:
-    """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
-
-    ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
-    rounding.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_activate_backward_stats`."""
     given = {"gamma": gamma, "beta": beta, "function": function, "slope": slope}
     return _backward_stats(1, dy, x, moments, **given, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
@@ -299,10 +277,7 @@ def batch_norm_activate_backward_stats(
 def batch_norm_join_backward_stats(
     dy: Any, y: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
 ) -> tuple[Any, Any]:
-    """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``, in one pass.
-
-    ``y`` is the output of a ReLU over a sum with this batch norm in it, or its signs; the other summands get ``g`` too.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_join_backward_stats`; in one pass; ``y`` may be its signs."""
     masked = empty(dy.shape, dy.dtype)
     if signed := are_signs(y):
         check_signs(y, x)
@@ -366,25 +341,14 @@ def batch_norm_backward_sums(
 def batch_norm_backward_apply(
     dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, add: Any = None
 ) -> Any:
-    """``gamma*rstd*(dy - sums[0]/count - xhat*sums[1]/count)`` (+ ``add``), rounded once.
-
-    With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_apply`."""
     return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
 
 
 def batch_norm_backward_apply_stats(
     dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, other: Any, other_moments: Any
 ) -> tuple[Any, Any]:
-    """`batch_norm_backward_apply`, and in the same pass over ``dy`` the sums of a second batch norm with that gradient.
-
-    Args:
-        other, other_moments: its input, the other summand of a sum, and moments.
-
-    Returns:
-        The gradient of ``x``; and for ``batch_norm_backward_sums`` the parts of what `batch_norm_backward_stats` finds
-        of ``dy``, ``other`` and ``other_moments``.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_apply_stats`; in one pass over ``dy``; the sums come as parts."""
     code = dtype_code(dy, "batch_norm_backward_apply_stats", "dy")
     dy, x, other = as_rows(dy), _same(dy, x), _same(dy, other)
     count_rows, channels, dy_pitch = rows(dy)
