@@ -1,7 +1,7 @@
 """The CUDA operation table: hand-written kernels, compiled by NVRTC, launched through CuPy.
 
-The same names with the same signatures as :mod:`minidl.cpu`, where each operation's contract stands. Importing it needs neither a GPU nor CuPy; the first array
-does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
+The same names with the same signatures as :mod:`minidl.cpu`, where each operation's contract stands. Importing it needs
+neither a GPU nor CuPy; the first array does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
 """
 
 from __future__ import annotations

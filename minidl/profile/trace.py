@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from minidl.profile.results import Row, write_whole
+from minidl.profile.results import Row, write
 
 LARGE_BYTES = 50 << 20  # viewers become slow
 LARGEST_BYTES = 300 << 20  # viewers give up
@@ -92,7 +92,7 @@ def write_trace(path: str | Path, content: Mapping[str, Any]) -> str | None:
     remedy = "profile fewer steps, or fewer ranks"  # compressing does not help: viewers hold it unpacked
     if len(data) > LARGEST_BYTES:
         raise ValueError(f"{size} exceeds the {LARGEST_BYTES >> 20} MB that viewers open; {remedy}")
-    write_whole(path, data)
+    write(path, data)
     return f"{size}: viewers will be slow with it; {remedy}" if len(data) > LARGE_BYTES else None
 
 

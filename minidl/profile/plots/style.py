@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidl import checks
-from minidl.profile.results import write_whole
+from minidl.checkpoint import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
