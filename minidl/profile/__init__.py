@@ -2,13 +2,12 @@
 
 from minidl.profile.cost import Cost, PassCost
 from minidl.profile.results import load, result, write
-from minidl.profile.spans import NullProfiler, Profiler, SpanRecorder
+from minidl.profile.spans import Profiler, SpanRecorder
 from minidl.profile.timing import Budget, Timing, timer
 
 __all__ = [
     "Budget",
     "Cost",
-    "NullProfiler",
     "PassCost",
     "Profiler",
     "SpanRecorder",

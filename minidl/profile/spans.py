@@ -13,9 +13,11 @@ from typing import Any, Protocol, runtime_checkable
 
 from minidl import checks
 
+_NOTHING = nullcontext()
 
-class Profiler(Protocol):
-    """What layers, arena, loss and optimizer call."""
+
+class Profiler:
+    """What layers, arena, loss and optimizer call; this one sees nothing and costs nothing."""
 
     def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
         """A context around the launching of some work.
@@ -27,29 +29,24 @@ class Profiler(Protocol):
                 other ranks' totals of the loss).
             stream: the CUDA stream that the work goes to; None: the current one, or the calling thread on a CPU.
         """
+        return _NOTHING
+
+
+NULL_PROFILER = Profiler()
 
 
 @runtime_checkable
-class GraphProfiler(Profiler, Protocol):
+class GraphProfiler(Protocol):
     """A profiler that also sees steps that are launches of CUDA graphs."""
+
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
+        """See `Profiler`."""
 
     def capturing(self) -> AbstractContextManager[Any]:
         """Around the capture of a step, or of a part of one, whose spans the graph times: what `launching` is told."""
 
     def launching(self, piece: Any) -> None:
         """The graph of ``piece`` is about to be launched."""
-
-
-class NullProfiler:
-    """Sees nothing and costs nothing."""
-
-    _nothing = nullcontext()
-
-    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
-        return self._nothing
-
-
-NULL_PROFILER = NullProfiler()
 
 
 class SpanRecorder:
