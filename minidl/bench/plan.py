@@ -16,7 +16,7 @@ from minidl.memory import Infeasible, Plan, Problem, Timeline, check, problem, r
 from minidl.memory.gaps import NO_WINDOW
 from minidl.memory.limit import parse_limit
 from minidl.memory.limited import FUSIONS
-from minidl.memory.plan import human
+from minidl.memory.plan import human, smallest
 from minidl.memory.planner import StepPlanner
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
@@ -115,7 +115,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
         except Infeasible as error:
             errors.append(error)
     if not found:
-        raise min(errors, key=lambda error: error.needed or 0)  # names the smallest limit of all
+        raise smallest(errors)
     predicted = {how: f"{run_.total_ms:.1f} ms" for how, (*_, run_) in found.items()}
     a.fusion = min(found, key=lambda how: found[how][2].total_ms)
     others = [f"{how} {ms}" for how, ms in predicted.items() if how != a.fusion]

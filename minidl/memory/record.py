@@ -20,8 +20,7 @@ from minidl.dist.communicator import SOLO
 from minidl.dist.simulated import ImaginedCommunicator
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
-from minidl.memory.nested import mapped
-from minidl.memory.recording import Allocation, Place, Recording, Run
+from minidl.memory.recording import Allocation, Place, Recording, Run, mapped
 from minidl.memory.trace import Step, Tensor, Trace
 from minidl.memory.watch import Memory, NotingStore, Seen, Watcher
 from minidl.model import Model
