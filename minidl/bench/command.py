@@ -169,12 +169,6 @@ def _refuse(a: argparse.Namespace) -> None:
                 raise checks.bad_value("", f"--{name}", f"left out with --{one}", getattr(a, other))
 
 
-def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
-    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
-    if device == "cpu" and given:
-        raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
-
-
 def _energy(a: argparse.Namespace) -> Energy | None:
     if not a.energy:
         return None
@@ -280,10 +274,6 @@ def _ceilings(a: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(a: argparse.Namespace) -> int:
-    return compare.run(a)
-
-
 def _sweep(a: argparse.Namespace) -> int:
     return sweep.run(a, parser_of)
 
@@ -293,7 +283,7 @@ VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
     "show": ("the tables of a result file", _add_show, _show),
     "ceilings": ("what this machine can do at most", _add_ceilings, _ceilings),
-    "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, _compare),
+    "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, compare.run),
     "sweep": ("a grid of shapes, precisions, batches and ranks", sweep.add_arguments, _sweep),
 }
 
@@ -305,7 +295,9 @@ def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], No
     """The ranks, their device, and a display of what is being done."""
     comm = join(a.device)
     device = device_of(a.device, comm)
-    _need_a_gpu(a, device)
+    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
+    if device == "cpu" and given:
+        raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
     return comm, device, _display() if comm.rank == 0 else lambda what: None
 
 

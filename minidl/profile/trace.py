@@ -73,7 +73,7 @@ def chrome_trace(content: Mapping[str, Any]) -> dict[str, Any]:
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": _base(content),
-        "otherData": _about(content),
+        "otherData": {key: str(content[key]) for key in ("benchmark", "command", "commit", "date") if content.get(key)},
     }
 
 
@@ -205,7 +205,3 @@ def _base(content: Mapping[str, Any]) -> int:
         return int(datetime.fromisoformat(content["date"]).timestamp()) * 10**9
     except (KeyError, TypeError, ValueError):
         return 0
-
-
-def _about(content: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(content[key]) for key in ("benchmark", "command", "commit", "date") if content.get(key)}
