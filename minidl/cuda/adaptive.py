@@ -35,16 +35,9 @@ def adam_advance(control: Any, record: Any) -> None:
 
 
 def adamw_update(
-    master: Any,
-    grad: Any,
-    first: Any,
-    second: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    control: Any,
+    master: Any, grad: Any, first: Any, second: Any, working: Any | None, segment_of: Any, segments: Any, control: Any,
     record: Any,
-) -> None:
+) -> None:  # fmt: skip
     """As `minidl.cpu.adaptive.adamw_update`."""
     n = master.size
     arenas = {"master": master, "grad": grad, "first": first, "second": second}
@@ -72,16 +65,9 @@ def _norms(partial: Any, bounds: Any) -> Any:
 
 
 def lars_update(
-    master: Any,
-    grad: Any,
-    momentum: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    norms: Any,
-    control: Any,
-    record: Any,
-) -> None:
+    master: Any, grad: Any, momentum: Any, working: Any | None, segment_of: Any, segments: Any, norms: Any,
+    control: Any, record: Any,
+) -> None:  # fmt: skip
     """As `minidl.cpu.adaptive.lars_update`."""
     n = master.size
     _check("lars_update", n, segment_of, segments, control, record, master=master, grad=grad, momentum=momentum)
@@ -90,16 +76,9 @@ def lars_update(
 
 
 def lamb_moments(
-    master: Any,
-    grad: Any,
-    first: Any,
-    second: Any,
-    segment_of: Any,
-    segments: Any,
-    bounds: Any,
-    control: Any,
+    master: Any, grad: Any, first: Any, second: Any, segment_of: Any, segments: Any, bounds: Any, control: Any,
     record: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `minidl.cpu.adaptive.lamb_moments`."""
     n = master.size
     arenas = {"master": master, "grad": grad, "first": first, "second": second}
@@ -111,16 +90,9 @@ def lamb_moments(
 
 
 def lamb_update(
-    master: Any,
-    first: Any,
-    second: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    norms: Any,
-    control: Any,
+    master: Any, first: Any, second: Any, working: Any | None, segment_of: Any, segments: Any, norms: Any, control: Any,
     record: Any,
-) -> None:
+) -> None:  # fmt: skip
     """The second half of a step of LAMB: ``w -= lr * |w| / |u| * u``, norms as `lamb_moments` gave them."""
     n = master.size
     _check("lamb_update", n, segment_of, segments, control, record, master=master, first=first, second=second)

@@ -50,16 +50,9 @@ def rounding(who: str, working: Any | None, n: int) -> dict[str, int | str]:
 
 
 def sgd_update(
-    master: Any,
-    grad: Any | None,
-    momentum: Any | None,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    control: Any,
-    *,
-    nesterov: bool,
-) -> None:
+    master: Any, grad: Any | None, momentum: Any | None, working: Any | None, segment_of: Any, segments: Any,
+    control: Any, *, nesterov: bool,
+) -> None:  # fmt: skip
     """As `minidl.cpu.optim.sgd_update`."""
     n = master.size
     if grad is None and (momentum is None or nesterov):

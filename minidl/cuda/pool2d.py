@@ -184,15 +184,9 @@ def avg_pool2d(x: Any, *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: 
 
 
 def avg_pool2d_backward(
-    dy: Any,
-    x_shape: tuple[int, ...],
-    *,
-    kernel: Pair,
-    stride: Pair,
-    padding: Pair,
-    ceil_mode: bool,
+    dy: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool,
     count_include_pad: bool,
-) -> Any:
+) -> Any:  # fmt: skip
     """dx (N, H, W, C): each pixel gathers its share of the windows that cover it."""
     dy = as_rows(dy)
     assert dy.shape == _out_shape(x_shape, kernel, stride, padding, (1, 1), ceil_mode), (dy.shape, x_shape)

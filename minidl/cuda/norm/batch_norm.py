@@ -47,16 +47,9 @@ _ARGUMENT = np.dtype(
 
 @functools.lru_cache(maxsize=4096)
 def cut_rows(
-    count: int,
-    channels: int,
-    itemsize: int,
-    vec: int,
-    x_pitch: int,
-    dy_pitch: int = 0,
-    y_pitch: int = 0,
-    blocks: int = TARGET_BLOCKS,
-    pixels: int = 1,
-) -> Chunks:
+    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0,
+    blocks: int = TARGET_BLOCKS, pixels: int = 1,
+) -> Chunks:  # fmt: skip
     """The cut for ``count`` rows of ``channels``; so many ``blocks`` of the kernel fill the device.
 
     A row may stand for several ``pixels``, of which a thread has as many in flight.
@@ -164,34 +157,18 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
 
 
 def batch_norm_apply(
-    x: Any,
-    moments: Any,
-    gamma: Any = None,
-    beta: Any = None,
-    *,
-    add: Any = None,
-    add_moments: Any = None,
-    add_gamma: Any = None,
-    add_beta: Any = None,
-    relu: bool = False,
-    out: Any = None,
-) -> Any:
+    x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, add: Any = None, add_moments: Any = None,
+    add_gamma: Any = None, add_beta: Any = None, relu: bool = False, out: Any = None,
+) -> Any:  # fmt: skip
     """As `minidl.cpu.batch_norm.batch_norm_apply`."""
     a = np.float32(0.0 if relu else -np.inf)
     return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)[0]
 
 
 def batch_norm_join(
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    add: Any,
-    *,
-    add_moments: Any = None,
-    add_gamma: Any = None,
+    x: Any, moments: Any, gamma: Any, beta: Any, add: Any, *, add_moments: Any = None, add_gamma: Any = None,
     add_beta: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """`batch_norm_apply` with ``add`` and ReLU, and the signs of its result, which the backward pass reads instead.
 
     Returns:
@@ -208,19 +185,9 @@ def batch_norm_activate(x: Any, moments: Any, gamma: Any, beta: Any, function: s
 
 
 def _apply(
-    defines: dict[str, Any],
-    a: np.float32,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    add: Any = None,
-    add_moments: Any = None,
-    add_gamma: Any = None,
-    add_beta: Any = None,
-    out: Any = None,
-    signed: bool = False,
-) -> tuple[Any, Any]:
+    defines: dict[str, Any], a: np.float32, x: Any, moments: Any, gamma: Any, beta: Any, add: Any = None,
+    add_moments: Any = None, add_gamma: Any = None, add_beta: Any = None, out: Any = None, signed: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """(the output, its signs if they are asked for and vectors have eight values)
 
     ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``.
@@ -257,18 +224,9 @@ def batch_norm_backward_stats(
 
 
 def batch_norm_activate_backward_stats(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    dgamma: Any = None,
-    dbeta: Any = None,
-    accumulate: bool = False,
-) -> Any:
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str = "relu", slope: float = 0.0, *,
+    dgamma: Any = None, dbeta: Any = None, accumulate: bool = False,
+) -> Any:  # fmt: skip
     """As `minidl.cpu.batch_norm.batch_norm_activate_backward_stats`."""
     given = {"gamma": gamma, "beta": beta, "function": function, "slope": slope}
     return _backward_stats(1, dy, x, moments, **given, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
@@ -286,21 +244,9 @@ def batch_norm_join_backward_stats(
 
 
 def _backward_stats(
-    mask: int,
-    dy: Any,
-    x: Any,
-    moments: Any,
-    *,
-    gamma: Any = None,
-    beta: Any = None,
-    function: str = "relu",
-    slope: float = 0.0,
-    y: Any = None,
-    masked: Any = None,
-    dgamma: Any,
-    dbeta: Any,
-    accumulate: bool,
-) -> Any:
+    mask: int, dy: Any, x: Any, moments: Any, *, gamma: Any = None, beta: Any = None, function: str = "relu",
+    slope: float = 0.0, y: Any = None, masked: Any = None, dgamma: Any, dbeta: Any, accumulate: bool,
+) -> Any:  # fmt: skip
     """The statistics of the backward pass; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(x, "batch_norm_backward_stats")
     x, dy = as_rows(x), _same(x, dy)
@@ -368,18 +314,9 @@ def batch_norm_backward_apply_stats(
 
 
 def batch_norm_activate_backward_apply(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    sums: Any,
-    count: Any,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    add: Any = None,
-) -> Any:
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, function: str = "relu",
+    slope: float = 0.0, *, add: Any = None,
+) -> Any:  # fmt: skip
     """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
     return _backward_apply(1, dy, x, moments, gamma, beta, function, slope, sums, count, add)
 
@@ -390,18 +327,9 @@ def _masking(function: str) -> dict[str, str]:
 
 
 def _backward_apply(
-    mask: int,
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    function: str,
-    slope: float,
-    sums: Any,
-    count: Any,
+    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float, sums: Any, count: Any,
     add: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """The gradient of the input; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(dy, "batch_norm_backward_apply", "dy")
     batch = sums is not None

@@ -50,16 +50,9 @@ def batch_norm_gate_gradient(
 
 
 def batch_norm_gate_backward_stats(
-    sums: Any,
-    gate: Any,
-    dmean: Any,
-    pixels: int,
-    moments: Any,
-    *,
-    dgamma: Any = None,
-    dbeta: Any = None,
+    sums: Any, gate: Any, dmean: Any, pixels: int, moments: Any, *, dgamma: Any = None, dbeta: Any = None,
     accumulate: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `minidl.cpu.gated_norm.batch_norm_gate_backward_stats`."""
     n, four, channels = sums.shape
     assert four == BACKWARD - 1 and gate.size == dmean.size == n * channels, checks.describe(sums)
@@ -72,18 +65,9 @@ def batch_norm_gate_backward_stats(
 
 
 def batch_norm_gate_backward_apply(
-    dz: Any,
-    gate: Any,
-    dmean: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    sums: Any,
-    count: Any,
-    function: str,
+    dz: Any, gate: Any, dmean: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, function: str,
     slope: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """``batch_norm_activate_backward_apply`` of the gradient ``dz*gate + dmean/pixels``, which is never written."""
     assert dz.shape == x.shape and dz.dtype == x.dtype, (checks.describe(dz), checks.describe(x))
     code, x, gate, dmean = _checked("batch_norm_gate", x, moments, gamma, beta, gate, dmean)

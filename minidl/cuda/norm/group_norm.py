@@ -136,15 +136,9 @@ def group_norm_apply(x: Any, moments: Any, gamma: Any | None = None, beta: Any |
 
 
 def group_norm_backward_stats(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any | None = None,
-    *,
-    dgamma: Any | None = None,
-    dbeta: Any | None = None,
+    dy: Any, x: Any, moments: Any, gamma: Any | None = None, *, dgamma: Any | None = None, dbeta: Any | None = None,
     accumulate: bool = False,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `minidl.cpu.group_norm.group_norm_backward_stats`."""
     _check_operands(dy, x)
     for out in (dgamma, dbeta):

@@ -33,13 +33,7 @@ def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps
 
 
 def layer_norm_backward_weight(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    *,
-    dgamma: Any | None = None,
-    dbeta: Any | None = None,
-    accumulate: bool = False,
+    dy: Any, x: Any, moments: Any, *, dgamma: Any | None = None, dbeta: Any | None = None, accumulate: bool = False
 ) -> None:
     """``dgamma`` (C,) float32 = sum over rows of ``dy * xhat``, ``dbeta`` = sum of ``dy``; overwritten, or added to."""
     assert dy.shape == x.shape and dy.dtype == x.dtype, (checks.describe(dy), checks.describe(x))
