@@ -27,18 +27,7 @@ from minidl.initializers import generator
 from minidl.messages.neighbourhood import Departures, cut
 from minidl.precision import Precision, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.segments import (
-    ALIGN,
-    Gradient,
-    LayerParams,
-    Message,
-    ParameterSpec,
-    Ring,
-    Segment,
-    Whole,
-    drawn,
-    lay_out,
-)
+from minidl.segments import ALIGN, Gradient, LayerParams, Message, ParameterSpec, Ring, Segment, Whole, drawn, lay_out
 
 
 class Arena:

@@ -70,10 +70,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
     p.add_argument(
-        "--samples",
-        type=int,
-        default=layers.SAMPLES,
-        help="of each pass alone, in a quarter of a second at most",
+        "--samples", type=int, default=layers.SAMPLES, help="of each pass alone, in a quarter of a second at most"
     )
     p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")

@@ -46,12 +46,7 @@ class Joint:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        times_ms: Sequence[float],
-        granule: int | None = None,
-        *,
-        largest: int = LARGEST_GROUP,
+        self, problem: Problem, times_ms: Sequence[float], granule: int | None = None, *, largest: int = LARGEST_GROUP
     ):
         self.problem, self.largest = problem, largest
         self.recipes = recipes(problem, times_ms)

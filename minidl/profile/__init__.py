@@ -5,15 +5,4 @@ from minidl.profile.results import load, result, write
 from minidl.profile.spans import Profiler, SpanRecorder
 from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = [
-    "Budget",
-    "Cost",
-    "PassCost",
-    "Profiler",
-    "SpanRecorder",
-    "Timing",
-    "load",
-    "result",
-    "timer",
-    "write",
-]
+__all__ = ["Budget", "Cost", "PassCost", "Profiler", "SpanRecorder", "Timing", "load", "result", "timer", "write"]
