@@ -91,13 +91,9 @@ class NetworkTimes:
 
 
 def measure(
-    step: TrainingStep,
-    *,
-    seconds: float = 3.0,
-    capture: bool = True,
-    energy: Energy | None = None,
+    step: TrainingStep, *, seconds: float = 3.0, capture: bool = True, energy: Energy | None = None,
     progress: Callable[[str], None] = lambda what: None,
-) -> NetworkTimes:
+) -> NetworkTimes:  # fmt: skip
     """Run the step in all its ways; a collective.
 
     Args:

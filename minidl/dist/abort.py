@@ -62,12 +62,9 @@ _exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and it
 
 
 def install(
-    rank: int,
-    size: int,
-    kill: Callable[[int], None],
-    calls: Callable[[], int],
+    rank: int, size: int, kill: Callable[[int], None], calls: Callable[[], int],
     alike: Callable[[str, float], list[int]],
-) -> None:
+) -> None:  # fmt: skip
     """Hook ``sys.excepthook``, ``threading.excepthook``, ``sys.exit`` and ``os._exit`` of this process, once.
 
     Args:

@@ -33,14 +33,9 @@ class _Pool(Layer):
     """Windows of ``kernel_size`` every ``stride`` pixels (default: the kernel size) of the padded image."""
 
     def __init__(
-        self,
-        kernel_size: int | Pair,
-        stride: int | Pair | None,
-        padding: int | Pair,
-        dilation: int | Pair,
-        ceil_mode: bool,
-        name: str | None,
-    ):
+        self, kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair, dilation: int | Pair,
+        ceil_mode: bool, name: str | None,
+    ):  # fmt: skip
         super().__init__(name)
         self.kernel_size = checks.positive_pair(self.name, "kernel_size", kernel_size)
         self.stride = checks.positive_pair(self.name, "stride", kernel_size if stride is None else stride)
@@ -85,15 +80,9 @@ class MaxPool2d(_Pool):
     modes = ("training", "masks")
 
     def __init__(
-        self,
-        kernel_size: int | Pair,
-        stride: int | Pair | None = None,
-        padding: int | Pair = 0,
-        dilation: int | Pair = 1,
-        ceil_mode: bool = False,
-        *,
-        name: str | None = None,
-    ):
+        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
+        dilation: int | Pair = 1, ceil_mode: bool = False, *, name: str | None = None,
+    ):  # fmt: skip
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode, name)
 
     @property
@@ -173,15 +162,9 @@ class AvgPool2d(_Pool):
     """
 
     def __init__(
-        self,
-        kernel_size: int | Pair,
-        stride: int | Pair | None = None,
-        padding: int | Pair = 0,
-        ceil_mode: bool = False,
-        count_include_pad: bool = True,
-        *,
-        name: str | None = None,
-    ):
+        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
+        ceil_mode: bool = False, count_include_pad: bool = True, *, name: str | None = None,
+    ):  # fmt: skip
         super().__init__(kernel_size, stride, padding, 1, ceil_mode, name)
         self.count_include_pad = count_include_pad
 

@@ -30,16 +30,9 @@ from minidl.profile import PassCost
 
 
 def record(
-    graph: Graph,
-    batch: int,
-    *,
-    precision: str | Precision = "fp32",
-    momentum: float = 0.9,
-    gradients: str = "keep",
-    ranks: int = 1,
-    device: DeviceRecord | None = None,
-    **facts: Any,
-) -> Trace:
+    graph: Graph, batch: int, *, precision: str | Precision = "fp32", momentum: float = 0.9, gradients: str = "keep",
+    ranks: int = 1, device: DeviceRecord | None = None, **facts: Any,
+) -> Trace:  # fmt: skip
     """The trace of one training step: forward, cross entropy, backward, SGD.
 
     No GPU and no CuPy are needed; no array is touched, so a batch may be far larger than this machine's memory.
@@ -68,18 +61,10 @@ def record(
 
 
 def record_step(
-    graph: Graph,
-    batch: int,
-    *,
-    precision: str | Precision = "fp32",
-    momentum: float = 0.9,
-    device: DeviceRecord | None = None,
-    facts: Mapping[str, Any] | None = None,
-    ranks: int = 1,
-    slots: int | None = 0,
-    in_momentum: bool = False,
-    **options: Any,
-) -> Recording:
+    graph: Graph, batch: int, *, precision: str | Precision = "fp32", momentum: float = 0.9,
+    device: DeviceRecord | None = None, facts: Mapping[str, Any] | None = None, ranks: int = 1, slots: int | None = 0,
+    in_momentum: bool = False, **options: Any,
+) -> Recording:  # fmt: skip
     """As `record`, with all that an executor needs beside the trace.
 
     Args:

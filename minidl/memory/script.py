@@ -120,11 +120,9 @@ class Script:
 
 
 def rebuild(
-    recipe: tuple[int, ...],
-    runs: Mapping[int, Run],
-    locate: Callable[[Place], Any],
+    recipe: tuple[int, ...], runs: Mapping[int, Run], locate: Callable[[Place], Any],
     within: Callable[[Any, int, Place], Any],
-) -> dict[int, Any]:
+) -> dict[int, Any]:  # fmt: skip
     """Run forward passes once more; what they gave, by tensor.
 
     Args:

@@ -220,16 +220,9 @@ def measured(run: Run) -> StepTimes:
 
 
 def simulate(
-    step: StepTimes,
-    cluster: Cluster,
-    hosts: int,
-    group_bytes: int,
-    *,
-    interference: Interference = INTERFERENCE,
-    message_share: float = 1.0,
-    factors: bool = True,
-    waits: float = 0.0,
-) -> Outcome:
+    step: StepTimes, cluster: Cluster, hosts: int, group_bytes: int, *, interference: Interference = INTERFERENCE,
+    message_share: float = 1.0, factors: bool = True, waits: float = 0.0,
+) -> Outcome:  # fmt: skip
     """One step on ``hosts`` hosts.
 
     Args:

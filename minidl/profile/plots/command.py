@@ -71,12 +71,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(
-    files: Sequence[str | Path],
-    kind: str = "all",
-    output: str | Path = "plots",
-    format: str = "svg",
+    files: Sequence[str | Path], kind: str = "all", output: str | Path = "plots", format: str = "svg",
     passes: Sequence[str] = COMPUTE,
-) -> tuple[list[Path], list[str]]:
+) -> tuple[list[Path], list[str]]:  # fmt: skip
     """Pictures of result files: those written, and for each that could not be, why.
 
     Raises:
