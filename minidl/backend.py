@@ -46,19 +46,6 @@ def open_device(device: str) -> ModuleType:
     return ops
 
 
-def ops_of(array: Any) -> ModuleType | None:
-    """The table whose arrays ``array`` is one of; None for any other kind of object."""
-    # A CuPy array can only exist when its owner has imported CuPy.
-    cupy = sys.modules.get("cupy")
-    if cupy is not None and isinstance(array, cupy.ndarray):
-        return get_ops("cuda")
-    if isinstance(array, np.ndarray):
-        # Inside a dry run, NumPy arrays that nobody touches stand for those of the GPU.
-        device = sys.modules.get("minidl.cuda.device")
-        return get_ops("cpu" if device is None or device.active_dry_run() is None else "cuda")
-    return None
-
-
 def take_in(array: Any, who: str, argument: str) -> tuple[Any, ModuleType]:
     """``array`` as an array of the operation table of its device, and that table.
 
@@ -92,3 +79,16 @@ def answer_in_kind(like: Any) -> Callable[[Any], Any]:
     library = sys.modules[type(like).__module__.split(".")[0]]
     borrow = getattr(library, "from_dlpack", None) or library.dlpack.from_dlpack
     return lambda array: None if array is None else borrow(array)
+
+
+def ops_of(array: Any) -> ModuleType | None:
+    """The table whose arrays ``array`` is one of; None for any other kind of object."""
+    # A CuPy array can only exist when its owner has imported CuPy.
+    cupy = sys.modules.get("cupy")
+    if cupy is not None and isinstance(array, cupy.ndarray):
+        return get_ops("cuda")
+    if isinstance(array, np.ndarray):
+        # Inside a dry run, NumPy arrays that nobody touches stand for those of the GPU.
+        device = sys.modules.get("minidl.cuda.device")
+        return get_ops("cpu" if device is None or device.active_dry_run() is None else "cuda")
+    return None
