@@ -163,16 +163,8 @@ def _roof(run: Run) -> Table:
 
 def _communication(run: Run) -> Table:
     columns = [
-        "layer",
-        "wire kB",
-        "FLOP/wire B",
-        "message kB",
-        "all-reduce",
-        "GB/s (bus)",
-        "transfer",
-        "wait",
-        "exposed",
-    ]
+        "layer", "wire kB", "FLOP/wire B", "message kB", "all-reduce", "GB/s (bus)", "transfer", "wait", "exposed",
+    ]  # fmt: skip
     rows = []
     for name, passes in _layers(run):
         row = passes.get("all_reduce")
