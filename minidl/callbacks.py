@@ -164,10 +164,8 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | Path | None = None):
-        try:
+        with checks.needs("TensorBoard", "tensorboard"):
             from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise checks.missing_extra("TensorBoard", "tensorboard", error) from error
         self.folder, self._make, self._writer = folder, SummaryWriter, None
 
     def begin(self, trainer: Any) -> None:

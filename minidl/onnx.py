@@ -51,10 +51,8 @@ def to_onnx(model: Model, *, layout: str = "NHWC") -> Any:
         raise checks.bad_dtype("to_onnx", "model", "a Model", type(model).__name__, "Model(graph) has the weights")
     if layout not in _LAYOUTS:
         raise checks.unknown("layout", layout, _LAYOUTS)
-    try:
+    with checks.needs("export to ONNX", "onnx"):
         import onnx
-    except ImportError as error:
-        raise checks.missing_extra("export to ONNX", "onnx", error) from error
     return _Writer(onnx, model, layout).model()
 
 

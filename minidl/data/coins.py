@@ -24,11 +24,9 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
     The outlines are those of scikit-image's own example, a watershed on the slopes of the image; on this photograph
     they follow the 24 coins to a pixel or so.
     """
-    try:
+    with checks.needs("the coins data set", "data"):
         from scipy.ndimage import binary_fill_holes
         from skimage import data, filters, measure, segmentation
-    except ImportError as error:
-        raise checks.missing_extra("the coins data set", "data", error) from error
     image = data.coins()
     markers = np.where(image < _DARK, 1, np.where(image > _BRIGHT, 2, 0))
     filled = binary_fill_holes(segmentation.watershed(filters.sobel(image), markers) == 2)

@@ -18,10 +18,8 @@ _MEAN, _STD = (0.3052,), (0.3759,)  # of the training images
 
 @cache
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with checks.needs("the digits data set", "data"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise checks.missing_extra("the digits data set", "data", error) from error
     bunch = load_digits()
     images = (bunch.images[..., None] / 16).astype(np.float32)
     return images, bunch.target.astype(np.int32)

@@ -23,10 +23,8 @@ _MARGIN = 256 / 224  # shorter side before the centre is cut out, over the side 
 
 
 def _pillow() -> Any:
-    try:
+    with checks.needs("an image folder", "data"):
         from PIL import Image
-    except ImportError as error:
-        raise checks.missing_extra("an image folder", "data", error) from error
     return Image
 
 

@@ -69,10 +69,8 @@ class NvtxRanges:
     """
 
     def __init__(self) -> None:
-        try:
+        with checks.needs("NVTX ranges", "cuda13"):
             from cupy.cuda import nvtx
-        except ImportError as error:
-            raise checks.missing_extra("NVTX ranges", "cuda13", error) from error
         self._nvtx = nvtx
 
     @contextmanager

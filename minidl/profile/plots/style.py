@@ -92,10 +92,8 @@ _SETTINGS = {
 @contextmanager
 def _settings() -> Iterator[None]:
     """Matplotlib as it comes from its makers plus ours, whatever the user's own defaults; they are put back after."""
-    try:
+    with checks.needs("plots", "plot"):
         from matplotlib import style
-    except ImportError as error:
-        raise checks.missing_extra("plots", "plot", error) from error
     with style.context(["default", _SETTINGS]):
         yield
 
