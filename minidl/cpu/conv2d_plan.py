@@ -189,13 +189,21 @@ def make_plan(
         inner = outer = LANES
         out_stride, in_stride = R * S, 0
     return Plan(
-        groups=ceil_div(K, LANES) if depthwise else groups, channels=inner, out_channels=outer,
-        out_total=C * groups if backward else K, depthwise=depthwise, width=LANES if depthwise else width,
-        filter_out_stride=out_stride, filter_in_stride=in_stride,
+        groups=ceil_div(K, LANES) if depthwise else groups,
+        channels=inner,
+        out_channels=outer,
+        out_total=C * groups if backward else K,
+        depthwise=depthwise,
+        width=LANES if depthwise else width,
+        filter_out_stride=out_stride,
+        filter_in_stride=in_stride,
         filter_group_stride=(LANES if depthwise else K // groups) * R * S * C,
         top=top, left=-padding[1] if fold else left, step_y=step_y, step_x=step_x, span_y=span_y, phase=phase,
-        fold=fold, fold_step=stride[1], out_step_y=stride[0] if backward else 1,
-        out_step_x=stride[1] if backward else 1, rows=ys[0][1], cols=xs[0][1], classes=classes,
+        fold=fold, fold_step=stride[1],
+        out_step_y=stride[0] if backward else 1,
+        out_step_x=stride[1] if backward else 1,
+        rows=ys[0][1], cols=xs[0][1],
+        classes=classes,
     )  # fmt: skip
 
 

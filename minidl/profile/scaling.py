@@ -202,11 +202,17 @@ def measured(run: Run) -> StepTimes:
     forward = others + sum(layer["forward"] for layer in times.values())
     backward = [
         LayerTimes(
-            name, t["backward_weight"], t["backward_data"], 4 * t["parameters"], t["flop"], t["bytes"],
-            features.get(name, (0, 0)), not absorbed[name],
-        )
+            name,
+            t["backward_weight"],
+            t["backward_data"],
+            4 * t["parameters"],
+            t["flop"],
+            t["bytes"],
+            features.get(name, (0, 0)),
+            not absorbed[name],
+        )  # fmt: skip
         for (_, name), t in sorted(times.items(), reverse=True)
-    ]  # fmt: skip
+    ]
     images = int(run.case.rpartition("/b")[2].partition(",")[0])
     device = run.rows[0].get("device") or "cpu"
     found = StepTimes(run.case, images, forward, tuple(backward), update, _TYPES.get(run.dtype, 4), device)
