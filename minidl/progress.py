@@ -57,10 +57,12 @@ class Bar(Progress):
 
         self.console = Console(force_terminal=True, width=width, highlight=False)
         self.columns = (
-            rich_progress.TextColumn("{task.description}"), rich_progress.BarColumn(),
-            rich_progress.MofNCompleteColumn(), rich_progress.TimeRemainingColumn(),
+            rich_progress.TextColumn("{task.description}"),
+            rich_progress.BarColumn(),
+            rich_progress.MofNCompleteColumn(),
+            rich_progress.TimeRemainingColumn(),
             rich_progress.TextColumn("{task.fields[note]}"),
-        )  # fmt: skip
+        )
         self.make = rich_progress.Progress
 
     def start(self, title: str, total: int, done: int = 0) -> None:

@@ -27,9 +27,15 @@ NORMALIZED_STRIP = 8  # rows of a thread that normalises: what it knows of its c
 
 def _defines(x: Any, who: str, vec: int, kernel: Pair, stride: Pair, dilation: Pair) -> dict[str, int]:
     return {
-        "DTYPE": dtype_code(x, who), "VEC": vec, "KERNEL_H": kernel[0], "KERNEL_W": kernel[1], "STRIDE_H": stride[0],
-        "STRIDE_W": stride[1], "DILATION_H": dilation[0], "DILATION_W": dilation[1],
-    }  # fmt: skip
+        "DTYPE": dtype_code(x, who),
+        "VEC": vec,
+        "KERNEL_H": kernel[0],
+        "KERNEL_W": kernel[1],
+        "STRIDE_H": stride[0],
+        "STRIDE_W": stride[1],
+        "DILATION_H": dilation[0],
+        "DILATION_W": dilation[1],
+    }
 
 
 def _out_shape(
@@ -194,9 +200,13 @@ def avg_pool2d_backward(
 
 def _adaptive_defines(x: Any, who: str, vec: int, size: Pair, output_size: Pair) -> dict[str, int]:
     return {
-        "DTYPE": dtype_code(x, who), "VEC": vec, "IN_H": size[0], "IN_W": size[1], "OUT_H": output_size[0],
+        "DTYPE": dtype_code(x, who),
+        "VEC": vec,
+        "IN_H": size[0],
+        "IN_W": size[1],
+        "OUT_H": output_size[0],
         "OUT_W": output_size[1],
-    }  # fmt: skip
+    }
 
 
 def _adaptive_split(items: int, pixels: int) -> tuple[int, int]:

@@ -158,9 +158,12 @@ class Loader:
     def _identity(self) -> dict[str, int | bool]:
         """What fixes the order of the samples."""
         return {
-            "seed": self.seed, "batch": self.batch, "samples": self.samples, "shuffle": self.shuffle,
+            "seed": self.seed,
+            "batch": self.batch,
+            "samples": self.samples,
+            "shuffle": self.shuffle,
             "drop_last": self.drop_last,
-        }  # fmt: skip
+        }
 
     def _run(self, token: object) -> Iterator[Batch]:
         epoch, first = self.epoch, self._next

@@ -31,9 +31,13 @@ from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_
 from minidl.dist.mpi import MPICommunicator
 
 _SUMMABLE = {
-    "float32": "NCCL_FLOAT32", "bfloat16": "NCCL_BFLOAT16", "float16": "NCCL_FLOAT16", "float64": "NCCL_FLOAT64",
-    "int32": "NCCL_INT32", "int64": "NCCL_INT64",
-}  # fmt: skip
+    "float32": "NCCL_FLOAT32",
+    "bfloat16": "NCCL_BFLOAT16",
+    "float16": "NCCL_FLOAT16",
+    "float64": "NCCL_FLOAT64",
+    "int32": "NCCL_INT32",
+    "int64": "NCCL_INT64",
+}
 _INLINE, _MESSAGES = "inline of the GPU", "messages of the GPU"
 _HIGHEST_PRIORITY = -5  # CUDA takes the nearest that the device has
 _RELEASE_SECONDS = 30.0  # more than one where GPUs are shared by many

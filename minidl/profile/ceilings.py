@@ -116,10 +116,13 @@ def identity(ops: ModuleType, comm: Communicator) -> Record:
     """What the figures hold for; the same on all ranks, whose machines may differ."""
     names = comm.share((machine_name(machine_record()), comm.local_size))
     return {
-        "version": VERSION, "machine": " / ".join(sorted({name for name, _ in names})), "device": ops.name,
-        "ranks": comm.size, "ranks_per_host": max(ranks for _, ranks in names),
+        "version": VERSION,
+        "machine": " / ".join(sorted({name for name, _ in names})),
+        "device": ops.name,
+        "ranks": comm.size,
+        "ranks_per_host": max(ranks for _, ranks in names),
         "threads": _threads() if ops.name == "cpu" else None,
-    }  # fmt: skip
+    }
 
 
 def _threads() -> int:

@@ -53,9 +53,13 @@ def result(
         if missing:
             raise ValueError(f"{benchmark}: row {row.get('case')!r} lacks {', '.join(sorted(missing))}")
     head = {
-        "schema": SCHEMA, "benchmark": benchmark, "command": _command(), "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"), "machine": dict(machine or machine_record()),
-    }  # fmt: skip
+        "schema": SCHEMA,
+        "benchmark": benchmark,
+        "command": _command(),
+        "commit": _commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": dict(machine or machine_record()),
+    }
     return head | more | {"rows": rows}
 
 
@@ -155,10 +159,14 @@ def machine_record() -> dict[str, Any]:
     except Exception as error:  # no package, no driver or no device: then this is a run on the processor
         return record | {"gpu": None, "count": 0, "why": type(error).__name__}
     return record | {
-        "gpu": properties["name"].decode(), "count": count, "l2_bytes": properties["l2CacheSize"],
-        "multiprocessors": properties["multiProcessorCount"], "driver": cupy.cuda.runtime.driverGetVersion(),
-        "cuda": cupy.cuda.runtime.runtimeGetVersion(), "cupy": cupy.__version__,
-    }  # fmt: skip
+        "gpu": properties["name"].decode(),
+        "count": count,
+        "l2_bytes": properties["l2CacheSize"],
+        "multiprocessors": properties["multiProcessorCount"],
+        "driver": cupy.cuda.runtime.driverGetVersion(),
+        "cuda": cupy.cuda.runtime.runtimeGetVersion(),
+        "cupy": cupy.__version__,
+    }
 
 
 def machine_name(machine: Mapping[str, Any]) -> str:

@@ -163,8 +163,16 @@ def _roof(run: Run) -> Table:
 
 def _communication(run: Run) -> Table:
     columns = [
-        "layer", "wire kB", "FLOP/wire B", "message kB", "all-reduce", "GB/s (bus)", "transfer", "wait", "exposed",
-    ]  # fmt: skip
+        "layer",
+        "wire kB",
+        "FLOP/wire B",
+        "message kB",
+        "all-reduce",
+        "GB/s (bus)",
+        "transfer",
+        "wait",
+        "exposed",
+    ]
     rows = []
     for name, passes in _layers(run):
         row = passes.get("all_reduce")

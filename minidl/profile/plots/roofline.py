@@ -76,9 +76,12 @@ def _roofs(run: Run, ceilings: Mapping[str, Any]) -> dict[str, Any]:
         lacking = "copy bandwidth" if not memory else f"matrix rate for {run.dtype}"
         raise run.lacks("roofline", f"its ceilings have no {lacking}; run minidl bench ceilings, then measure again")
     return {
-        "memory": memory, "matrix": matrix, "matrix_by": (ceilings.get("matrix_by") or {}).get(run.dtype),
-        "vector": _other_rate(matrix, (ceilings.get("vector_tflops") or {}).get("fp32")), "dtype": run.dtype,
-    }  # fmt: skip
+        "memory": memory,
+        "matrix": matrix,
+        "matrix_by": (ceilings.get("matrix_by") or {}).get(run.dtype),
+        "vector": _other_rate(matrix, (ceilings.get("vector_tflops") or {}).get("fp32")),
+        "dtype": run.dtype,
+    }
 
 
 def _other_rate(matrix: float, vector: float | None) -> float | None:
