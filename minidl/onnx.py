@@ -82,9 +82,12 @@ class _Writer:
             values[node.index] = form(self, node, *(values[i] for i in node.inputs))
         self.add("Identity", [self._turned(values[last.index], last, _TO_NHWC, "output")], "output")
         body = helper.make_graph(
-            self.nodes, "minidl", [self._declared("input", graph.nodes[0])], [self._declared("output", last)],
+            self.nodes,
+            "minidl",
+            [self._declared("input", graph.nodes[0])],
+            [self._declared("output", last)],
             [self.onnx.numpy_helper.from_array(array, name) for name, array in self.constants.items()],
-        )  # fmt: skip
+        )
         opset = [helper.make_opsetid("", _OPSET)]
         model = helper.make_model(body, opset_imports=opset, ir_version=_IR, producer_name="minidl")
         self.onnx.checker.check_model(model, full_check=True)

@@ -272,10 +272,15 @@ class SGD(checks.Told):
         arena, part = self.arena, slice(begin, end)
         with self.model.profiler.span("optimizer", "update"):
             self.ops.sgd_update(
-                arena.master[part], None if arena.adds else arena.gradient(begin, end), self._velocity_of(begin, end),
-                arena.working[part] if self._mixed else None, self.segment_of[begin // ALIGN : end // ALIGN],
-                self.segments, self.control, nesterov=self.nesterov,
-            )  # fmt: skip
+                arena.master[part],
+                None if arena.adds else arena.gradient(begin, end),
+                self._velocity_of(begin, end),
+                arena.working[part] if self._mixed else None,
+                self.segment_of[begin // ALIGN : end // ALIGN],
+                self.segments,
+                self.control,
+                nesterov=self.nesterov,
+            )
 
     def parts(self) -> dict[str, bool]:
         """What takes part in this optimizer's steps, by the names of `minidl.legality`."""

@@ -208,13 +208,17 @@ def joined(
     messages = [name for name, pass_name in passes[0] if pass_name == "all_reduce"]
     keys = [(n, p) for n, p in passes[0] if p not in ("message", "all_reduce") and not (p == "wait" and n in messages)]
     return Kind(
-        plain=_slowest(plains), watched=_slowest(watcheds),
+        plain=_slowest(plains),
+        watched=_slowest(watcheds),
         compute_only=_slowest(silents) if silent is not None else None,
         passes={key: _slowest([rank[key] for rank in passes]) for key in keys},
         pass_ranks={key: [median(rank[key]) for rank in passes] for key in keys},
-        messages={name: _message(name, passes) for name in messages}, unaccounted=_slowest(unaccounted),
-        accounted=min(shares), mark_ms=max(costs), ranks=[median(samples) for samples in plains],
-    )  # fmt: skip
+        messages={name: _message(name, passes) for name in messages},
+        unaccounted=_slowest(unaccounted),
+        accounted=min(shares),
+        mark_ms=max(costs),
+        ranks=[median(samples) for samples in plains],
+    )
 
 
 def _slowest(ranks: Sequence[Sequence[float]]) -> Timing:

@@ -160,7 +160,10 @@ def current_device() -> DeviceRecord:
 
 def _read(properties: dict[str, Any]) -> DeviceRecord:
     return DeviceRecord(
-        name=properties["name"].decode(), arch=(properties["major"], properties["minor"]),
-        multiprocessors=properties["multiProcessorCount"], shared_per_block=properties["sharedMemPerBlockOptin"],
-        l2_bytes=properties["l2CacheSize"], memory_bytes=properties["totalGlobalMem"],
-    )  # fmt: skip
+        name=properties["name"].decode(),
+        arch=(properties["major"], properties["minor"]),
+        multiprocessors=properties["multiProcessorCount"],
+        shared_per_block=properties["sharedMemPerBlockOptin"],
+        l2_bytes=properties["l2CacheSize"],
+        memory_bytes=properties["totalGlobalMem"],
+    )

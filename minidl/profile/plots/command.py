@@ -44,9 +44,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", default="plots", metavar="FOLDER", help="where pictures go")
     parser.add_argument("--format", default="svg", choices=["svg", "png"])
     parser.add_argument(
-        "--pass", dest="passes", action="append", choices=COMPUTE,
+        "--pass",
+        dest="passes",
+        action="append",
+        choices=COMPUTE,
         help="a pass to draw in the roofline; may be repeated",
-    )  # fmt: skip
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -150,12 +150,16 @@ def _draw_messages(axes: Axes, messages: list[_Message]) -> None:
         mine = [m for m in messages if m.kind == kind]
         if mine:
             axes.scatter(
-                [m.intensity for m in mine], [m.tflops for m in mine],
+                [m.intensity for m in mine],
+                [m.tflops for m in mine],
                 s=[marker_area(m.transfer_ms, messages[0].transfer_ms) for m in mine],
                 c=[to_rgba(color, 0.8) if m.outlasts else to_rgba("white", 0.6) for m in mine],
                 edgecolors=[INK if m.outlasts else color for m in mine],
-                linewidths=[0.6 if m.outlasts else 1.2 for m in mine], marker=shape, zorder=4, label=kind,
-            )  # fmt: skip
+                linewidths=[0.6 if m.outlasts else 1.2 for m in mine],
+                marker=shape,
+                zorder=4,
+                label=kind,
+            )
 
 
 def _name_largest(axes: Axes, messages: list[_Message], network: float, compute: float, blocked: list[Text]) -> None:

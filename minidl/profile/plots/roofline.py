@@ -159,12 +159,16 @@ def _draw_rows(axes: Axes, rows: list[Row], run: Run) -> None:
         if not mine:
             continue
         axes.scatter(
-            [row["intensity"] for row in mine], [row["tflops"] for row in mine],
+            [row["intensity"] for row in mine],
+            [row["tflops"] for row in mine],
             s=[marker_area(run.ms(row), largest) for row in mine],
             c=[to_rgba(PASSES[row["pass"]], 0.85 if _low(row) else 0.18) for row in mine],
             edgecolors=[to_rgba(INK, 0.9) if _low(row) else to_rgba(PASSES[row["pass"]], 0.5) for row in mine],
-            linewidths=0.6, marker=shape, zorder=4, label=kind,
-        )  # fmt: skip
+            linewidths=0.6,
+            marker=shape,
+            zorder=4,
+            label=kind,
+        )
 
 
 def _longest(rows: list[Row]) -> list[tuple[Row, int]]:

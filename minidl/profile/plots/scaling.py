@@ -97,9 +97,15 @@ def scaling(runs: Sequence[Run], kinds: Sequence[str] = KINDS) -> Figure:
     machines = list(dict.fromkeys(curve.machine for curve in found))
     top = 0.78 + 0.22 * (len(found) + 1)
     figure, (rate, efficiency) = style.page(
-        5.0 + top, "Throughput over ranks", "  ·  ".join(machines), panels=(2.2, 1), left=0.95, top=top, bottom=0.8,
+        5.0 + top,
+        "Throughput over ranks",
+        "  ·  ".join(machines),
+        panels=(2.2, 1),
+        left=0.95,
+        top=top,
+        bottom=0.8,
         gap=0.3,
-    )  # fmt: skip
+    )
     for curve, (color, marker) in zip(found, _CURVES, strict=False):
         _draw(rate, efficiency, curve, color, marker, labelled=len(found) == 1)
     _axes(rate, efficiency, found)
