@@ -127,10 +127,17 @@ class AdamW(_Adaptive):
     _flop, _bytes = 16, 28
 
     def __init__(
-        self, model: Model, lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-8,
-        weight_decay: float = 1e-2, *, decay_norm_and_bias: bool = True, groups: Sequence[ParameterGroup] = (),
+        self,
+        model: Model,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        decay_norm_and_bias: bool = True,
+        groups: Sequence[ParameterGroup] = (),
         **options: Any,
-    ):  # fmt: skip
+    ):
         who = type(self).__name__
         first, second = _betas(who, betas)
         checks.number(who, "eps", eps, "above 0, finite", lambda v: 0 < v < math.inf)
@@ -200,10 +207,17 @@ class LARS(_Adaptive):
     _flop, _bytes = 11, 8 + 20
 
     def __init__(
-        self, model: Model, lr: float, momentum: float = 0.9, weight_decay: float = 0.0,
-        trust_coefficient: float = 1e-3, *, decay_norm_and_bias: bool = False, groups: Sequence[ParameterGroup] = (),
+        self,
+        model: Model,
+        lr: float,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        trust_coefficient: float = 1e-3,
+        *,
+        decay_norm_and_bias: bool = False,
+        groups: Sequence[ParameterGroup] = (),
         **options: Any,
-    ):  # fmt: skip
+    ):
         positive = lambda v: 0 < v < math.inf  # noqa: E731
         checks.number("LARS", "trust_coefficient", trust_coefficient, "above 0, finite", positive)
         checks.number("LARS", "momentum", momentum, "in (0, 1)", lambda v: 0 < v < 1)

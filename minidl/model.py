@@ -65,10 +65,21 @@ class Model(checks.Told):
     """
 
     def __init__(
-        self, graph: Graph, *, device: str = "cpu", precision: str | Precision = "fp32", comm: Communicator = SOLO,
-        seed: int = 0, frozen: Sequence[str] = (), store: TensorStore | None = None, profiler: Profiler = NULL_PROFILER,
-        group_bytes: int | None = None, factors: bool = True, message_dtype: str = "fp32", input_grad: bool = False,
-    ):  # fmt: skip
+        self,
+        graph: Graph,
+        *,
+        device: str = "cpu",
+        precision: str | Precision = "fp32",
+        comm: Communicator = SOLO,
+        seed: int = 0,
+        frozen: Sequence[str] = (),
+        store: TensorStore | None = None,
+        profiler: Profiler = NULL_PROFILER,
+        group_bytes: int | None = None,
+        factors: bool = True,
+        message_dtype: str = "fp32",
+        input_grad: bool = False,
+    ):
         if not isinstance(graph, Graph):
             raise checks.bad_dtype(
                 "model", "graph", "a Graph", checks.describe(graph), "models.build(name, ...) makes one"

@@ -79,10 +79,19 @@ class SGD(checks.Told):
     """
 
     def __init__(
-        self, model: Model, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False, *,
-        decay_norm_and_bias: bool = True, groups: Sequence[ParameterGroup] = (), loss_scale: float = _FIRST_LOSS_SCALE,
-        clip_value: float | None = None, clip_norm: float | None = None,
-    ):  # fmt: skip
+        self,
+        model: Model,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        decay_norm_and_bias: bool = True,
+        groups: Sequence[ParameterGroup] = (),
+        loss_scale: float = _FIRST_LOSS_SCALE,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+    ):
         who = type(self).__name__
         for argument, value in (("lr", lr), ("momentum", momentum), ("weight_decay", weight_decay)):
             _finite(who, argument, value)

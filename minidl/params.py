@@ -42,9 +42,14 @@ class Arena:
     """
 
     def __init__(
-        self, ops: ModuleType, layers: Sequence[tuple[str, Sequence[ParameterSpec]]], precision: Precision, *,
-        seed: int = 0, frozen: Sequence[str] = (),
-    ):  # fmt: skip
+        self,
+        ops: ModuleType,
+        layers: Sequence[tuple[str, Sequence[ParameterSpec]]],
+        precision: Precision,
+        *,
+        seed: int = 0,
+        frozen: Sequence[str] = (),
+    ):
         if isinstance(frozen, str):
             raise checks.bad_value("arena", "frozen", "a list of patterns", frozen, f"pass [{frozen!r}]")
         self.ops = ops

@@ -87,13 +87,29 @@ class Trainer:
     """
 
     def __init__(
-        self, model: Model, optimizer: SGD, loss: Loss, train_loader: Loader, test_loader: Loader | None = None, *,
-        schedule: Callable[[int], float], epochs: int, output: str | Path | None = None, keep: int = 2,
-        metrics: Mapping[str, Metric] | None = None, callbacks: Sequence[Callback] = (), report_every: int = 20,
-        settings: dict[str, Any] | None = None, profile: StepWatch | None = None, compile: bool | None = None,
-        accumulate: int = 1, watch_gradients: bool = False, average: WeightAverage | None = None,
-        fusion: str | Path | Plan | None = None, display: Progress | None = None,
-    ):  # fmt: skip
+        self,
+        model: Model,
+        optimizer: SGD,
+        loss: Loss,
+        train_loader: Loader,
+        test_loader: Loader | None = None,
+        *,
+        schedule: Callable[[int], float],
+        epochs: int,
+        output: str | Path | None = None,
+        keep: int = 2,
+        metrics: Mapping[str, Metric] | None = None,
+        callbacks: Sequence[Callback] = (),
+        report_every: int = 20,
+        settings: dict[str, Any] | None = None,
+        profile: StepWatch | None = None,
+        compile: bool | None = None,
+        accumulate: int = 1,
+        watch_gradients: bool = False,
+        average: WeightAverage | None = None,
+        fusion: str | Path | Plan | None = None,
+        display: Progress | None = None,
+    ):
         self.model, self.optimizer, self.loss = model, optimizer, loss
         self.train_loader, self.test_loader = train_loader, test_loader
         self.schedule, self.average = schedule, average

@@ -84,9 +84,15 @@ class Value:
     pooled: Any = None
 
     def __init__(
-        self, array: Any = None, origin: Origin | None = None, stats: Any = None, buffer: Any = None, signs: Any = None,
-        place: Any = None, pooled: Any = None,
-    ):  # fmt: skip
+        self,
+        array: Any = None,
+        origin: Origin | None = None,
+        stats: Any = None,
+        buffer: Any = None,
+        signs: Any = None,
+        place: Any = None,
+        pooled: Any = None,
+    ):
         # A frozen class's own would set them one by one, four times as long; every layer's output is one.
         self.__dict__.update(
             array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place, pooled=pooled

@@ -176,9 +176,14 @@ def answer(question: Question, choices: Sequence[Choice], contest: DeviceContest
 
 
 def tune(
-    questions: Iterable[Question], device: DeviceRecord, rows: list[Row], save: Callable[[list[Row]], None], *,
-    contest: Callable[[Question], DeviceContest] = DeviceContest, progress: Callable[[str], None] = lambda text: None,
-) -> list[Row]:  # fmt: skip
+    questions: Iterable[Question],
+    device: DeviceRecord,
+    rows: list[Row],
+    save: Callable[[list[Row]], None],
+    *,
+    contest: Callable[[Question], DeviceContest] = DeviceContest,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
     """Answer what ``rows`` do not answer yet, and save after each answer, so that a run cut off can go on.
 
     Args:

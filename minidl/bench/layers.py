@@ -70,9 +70,15 @@ def empty_row(case: str, layer: str, pass_name: str, precision: Precision, devic
 
 
 def measure(
-    found: Sequence[Case], title: str, *, ops: ModuleType, precision: Precision, comm: Communicator = SOLO,
-    options: Options | None = None, progress: Callable[[str], None] = lambda name: None,
-) -> list[Row]:  # fmt: skip
+    found: Sequence[Case],
+    title: str,
+    *,
+    ops: ModuleType,
+    precision: Precision,
+    comm: Communicator = SOLO,
+    options: Options | None = None,
+    progress: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
     """One row for each pass of each case; equal cases are measured once.
 
     Args:

@@ -91,9 +91,13 @@ class NetworkTimes:
 
 
 def measure(
-    step: TrainingStep, *, seconds: float = 3.0, capture: bool = True, energy: Energy | None = None,
+    step: TrainingStep,
+    *,
+    seconds: float = 3.0,
+    capture: bool = True,
+    energy: Energy | None = None,
     progress: Callable[[str], None] = lambda what: None,
-) -> NetworkTimes:  # fmt: skip
+) -> NetworkTimes:
     """Run the step in all its ways; a collective.
 
     Args:

@@ -36,11 +36,20 @@ Progress = Callable[[str], None]
 
 
 def bench_network(
-    setup: Setup, comm: Communicator, ceilings: dict[str, Any] | None, *, isolated: bool = True,
-    options: layers.Options | None = None, seconds: float = 3.0, capture: bool = True, energy: Energy | None = None,
-    group_bytes: int | None = None, progress: Progress = lambda what: None,
-    prepare: Callable[[TrainingStep], None] = lambda step: None, step: TrainingStep | None = None,
-) -> dict[str, Any]:  # fmt: skip
+    setup: Setup,
+    comm: Communicator,
+    ceilings: dict[str, Any] | None,
+    *,
+    isolated: bool = True,
+    options: layers.Options | None = None,
+    seconds: float = 3.0,
+    capture: bool = True,
+    energy: Energy | None = None,
+    group_bytes: int | None = None,
+    progress: Progress = lambda what: None,
+    prepare: Callable[[TrainingStep], None] = lambda step: None,
+    step: TrainingStep | None = None,
+) -> dict[str, Any]:
     """Everything about one network.
 
     Args:
@@ -102,9 +111,15 @@ def _mode(setup: Setup) -> tuple[ModuleType, Precision]:
 
 
 def bench_layer(
-    case: Case, text: str, setup: dict[str, Any], comm: Communicator, ceilings: dict[str, Any] | None, *,
-    options: layers.Options | None = None, progress: Progress = lambda what: None,
-) -> dict[str, Any]:  # fmt: skip
+    case: Case,
+    text: str,
+    setup: dict[str, Any],
+    comm: Communicator,
+    ceilings: dict[str, Any] | None,
+    *,
+    options: layers.Options | None = None,
+    progress: Progress = lambda what: None,
+) -> dict[str, Any]:
     """Everything about one layer by itself; between ranks also the all-reduce of its gradients."""
     ops, precision = backend.open_device(setup["device"]), parse_precision(setup["precision"])
     title = f"{text}/{'+'.join('x'.join(map(str, shape)) for shape in case.shapes)}"

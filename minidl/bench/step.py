@@ -57,9 +57,16 @@ class TrainingStep:
     """
 
     def __init__(
-        self, graph: Graph, *, batch: int, device: str, precision: Any = "fp32", comm: Communicator = SOLO,
-        store: TensorStore | None = None, **options: Any,
-    ):  # fmt: skip
+        self,
+        graph: Graph,
+        *,
+        batch: int,
+        device: str,
+        precision: Any = "fp32",
+        comm: Communicator = SOLO,
+        store: TensorStore | None = None,
+        **options: Any,
+    ):
         self.comm = comm
         self.model = Model(graph, device=device, precision=precision, comm=comm, store=store, **options)
         self.ops: ModuleType = self.model.ops

@@ -128,9 +128,12 @@ def _points(content: Mapping[str, Any], parser_of: ParserOf) -> list[Point]:
 
 
 def _point(
-    verb: str, fixed: Mapping[str, Any], varied: dict[str, Any], known: Mapping[str, argparse.Action],
+    verb: str,
+    fixed: Mapping[str, Any],
+    varied: dict[str, Any],
+    known: Mapping[str, argparse.Action],
     parser: argparse.ArgumentParser,
-) -> Point:  # fmt: skip
+) -> Point:
     """One point, its values accepted by the verb's parser."""
     options = {**fixed, **varied}
     ranks = checks.at_least("", "ranks", options.pop("ranks", 1), 1)

@@ -91,9 +91,12 @@ class Operands:
     """
 
     def __init__(
-        self, module: nn.Module, inputs: Sequence[Any], options: Mapping[str, Any] | None = None,
+        self,
+        module: nn.Module,
+        inputs: Sequence[Any],
+        options: Mapping[str, Any] | None = None,
         dy: Sequence[torch.Tensor] | None = None,
-    ):  # fmt: skip
+    ):
         self.module, self.args, self.options, self.dy = module, tuple(inputs), dict(options or {}), dy
         self.inputs = tuple(t for t in tensors([self.args, self.options]) if t.requires_grad)
         self.parameters = tuple(p for p in module.parameters() if p.requires_grad)
@@ -135,9 +138,15 @@ class Operands:
 
 
 def layer_calls(
-    layer: Layer, input_shapes: Sequence[tuple[int, ...]], precision: str | Precision, device: str, sets: int, *,
-    adds: Sequence[bool] = (), given: Sequence[tuple[Sequence[np.ndarray], np.ndarray]] | None = None,
-) -> dict[str, list[Call]]:  # fmt: skip
+    layer: Layer,
+    input_shapes: Sequence[tuple[int, ...]],
+    precision: str | Precision,
+    device: str,
+    sets: int,
+    *,
+    adds: Sequence[bool] = (),
+    given: Sequence[tuple[Sequence[np.ndarray], np.ndarray]] | None = None,
+) -> dict[str, list[Call]]:
     """What PyTorch does for ``layer``: calls of each pass, one for each of ``sets`` input sets.
 
     Args:

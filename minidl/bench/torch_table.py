@@ -40,10 +40,17 @@ class Executed:
 
 
 def bench_module(
-    module: nn.Module, x: Any, *, precision: str | Precision = "fp32", device: str = "cpu", case: str | None = None,
-    ways: Sequence[str] = ISOLATED, budget: Budget | None = None, ceilings: Mapping[str, Any] | None = None,
+    module: nn.Module,
+    x: Any,
+    *,
+    precision: str | Precision = "fp32",
+    device: str = "cpu",
+    case: str | None = None,
+    ways: Sequence[str] = ISOLATED,
+    budget: Budget | None = None,
+    ceilings: Mapping[str, Any] | None = None,
     progress: Callable[[str], None] = lambda name: None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """The table of layers for a torch module: rows with arm "torch" for each pass of each leaf, in order of execution.
     A leaf is a module that calls no other.
 

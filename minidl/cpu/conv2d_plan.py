@@ -152,9 +152,15 @@ def _span(axis: _Axis) -> tuple[int, int]:
 
 @lru_cache(maxsize=1024)
 def make_plan(
-    image: Pair, filters: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int, width: int,
+    image: Pair,
+    filters: tuple[int, ...],
+    stride: Pair,
+    padding: Pair,
+    dilation: Pair,
+    groups: int,
+    width: int,
     backward: bool,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The plan of a forward pass over images of that size, or of the data gradient with respect to them.
 
     width: output channels that a kernel computes at a time.

@@ -44,9 +44,14 @@ _overlapping = os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0")
 
 
 def launch(
-    stem: str, name: str, grid: int | tuple[int, ...], block: int | tuple[int, ...], *args: Any,
-    defines: dict[str, int | str] = _NO_DEFINES, shared: int = 0,
-) -> None:  # fmt: skip
+    stem: str,
+    name: str,
+    grid: int | tuple[int, ...],
+    block: int | tuple[int, ...],
+    *args: Any,
+    defines: dict[str, int | str] = _NO_DEFINES,
+    shared: int = 0,
+) -> None:
     """Start the ``extern "C"`` kernel ``name`` of ``<stem>.cu`` on CuPy's current stream.
 
     Args:
@@ -139,9 +144,15 @@ def _wait(what: str) -> None:
 
 
 def _record(
-    dry: DryRun, stem: str, name: str, grid: tuple[int, ...], block: tuple[int, ...], args: tuple,
-    defines: Mapping[str, int | str], shared: int,
-) -> None:  # fmt: skip
+    dry: DryRun,
+    stem: str,
+    name: str,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: tuple,
+    defines: Mapping[str, int | str],
+    shared: int,
+) -> None:
     """Hold a dry launch to the driver's own limits, then log it."""
     _check(name, args)
     assert all(limit >= size >= 0 for size, limit in zip(grid, (2**31 - 1, 65535, 65535), strict=False)), (name, grid)

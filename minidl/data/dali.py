@@ -38,9 +38,15 @@ class DaliLoader(Loader):
     """
 
     def __init__(
-        self, dataset: ImageFolder, batch: int, *, augment: Augmentation | None = None, device: str = "cuda",
-        threads: int = 4, **options: Any,
-    ):  # fmt: skip
+        self,
+        dataset: ImageFolder,
+        batch: int,
+        *,
+        augment: Augmentation | None = None,
+        device: str = "cuda",
+        threads: int = 4,
+        **options: Any,
+    ):
         if not isinstance(dataset, ImageFolder):
             raise checks.bad_dtype(_WHO, "dataset", "an ImageFolder", type(dataset).__name__)
         if options.get("mix") is not None:

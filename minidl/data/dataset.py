@@ -42,9 +42,15 @@ class ArrayDataset:
     """
 
     def __init__(
-        self, images: np.ndarray, labels: np.ndarray, num_classes: int, *, mean: tuple[float, ...] | None = None,
-        std: tuple[float, ...] | None = None, augment: Augmentation | None = None,
-    ):  # fmt: skip
+        self,
+        images: np.ndarray,
+        labels: np.ndarray,
+        num_classes: int,
+        *,
+        mean: tuple[float, ...] | None = None,
+        std: tuple[float, ...] | None = None,
+        augment: Augmentation | None = None,
+    ):
         if images.ndim != 4:
             raise checks.bad_shape("ArrayDataset", "images", "(N, H, W, C)", images.shape)
         if images.dtype not in (np.float32, np.uint8):

@@ -54,9 +54,13 @@ class ImageFolder:
     mean, std = _MEAN, _STD
 
     def __init__(
-        self, root: str | Path, size: int = 224, *, classes: list[str] | None = None,
+        self,
+        root: str | Path,
+        size: int = 224,
+        *,
+        classes: list[str] | None = None,
         augment: Augmentation | None = None,
-    ):  # fmt: skip
+    ):
         self._pillow = _pillow()
         self.root, self.size, self.augment = Path(root), checks.at_least("ImageFolder", "size", size, 1), augment
         if not self.root.is_dir():

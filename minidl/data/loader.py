@@ -86,12 +86,25 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, batch: int, *, rank: int = 0, size: int = 1, seed: int = 0, shuffle: bool = True,
-        drop_last: bool = False, augment: Augmentation | None = None, mix: MixUp | None = None,
-        mean: Sequence[float] | None = None, std: Sequence[float] | None = None, dtype: Any = np.float32,
-        workers: int = 1, prefetch: int = 2, transfer: Callable[[np.ndarray], Any] | None = None,
+        self,
+        dataset: Dataset,
+        batch: int,
+        *,
+        rank: int = 0,
+        size: int = 1,
+        seed: int = 0,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        augment: Augmentation | None = None,
+        mix: MixUp | None = None,
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        dtype: Any = np.float32,
+        workers: int = 1,
+        prefetch: int = 2,
+        transfer: Callable[[np.ndarray], Any] | None = None,
         normalise: Callable[[Any, Any, Any, np.dtype], Any] | None = None,
-    ):  # fmt: skip
+    ):
         self.dataset = dataset
         self.samples = checks.at_least(_WHO, "len(dataset)", len(dataset), 1)
         self.batch = checks.at_least(_WHO, "batch", batch, 1)

@@ -103,9 +103,13 @@ def _waves(length: int, frequencies: np.ndarray, phases: np.ndarray) -> np.ndarr
 
 @register("synthetic")
 def synthetic(
-    n: int = 50_000, shape: tuple[int, int, int] = (32, 32, 3), num_classes: int = 10, seed: int = 0,
-    task: str = "classification", split: str = "train",
-) -> Synthetic:  # fmt: skip
+    n: int = 50_000,
+    shape: tuple[int, int, int] = (32, 32, 3),
+    num_classes: int = 10,
+    seed: int = 0,
+    task: str = "classification",
+    split: str = "train",
+) -> Synthetic:
     """``n`` images of ``shape`` (height, width, channels), labelled as a whole or (``task="segmentation"``) by pixel.
 
     Raises:

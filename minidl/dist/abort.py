@@ -62,9 +62,12 @@ _exit: tuple[int, Departure] | None = None  # calls made before sys.exit, and it
 
 
 def install(
-    rank: int, size: int, kill: Callable[[int], None], calls: Callable[[], int],
+    rank: int,
+    size: int,
+    kill: Callable[[int], None],
+    calls: Callable[[], int],
     alike: Callable[[str, float], list[int]],
-) -> None:  # fmt: skip
+) -> None:
     """Hook ``sys.excepthook``, ``threading.excepthook``, ``sys.exit`` and ``os._exit`` of this process, once.
 
     Args:

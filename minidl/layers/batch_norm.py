@@ -54,9 +54,16 @@ class BatchNorm2d(AffineNorm):
     deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
 
     def __init__(
-        self, num_features: int, eps: float = 1e-5, momentum: float = 0.1, affine: bool = True, *,
-        sync: bool | Communicator = False, weight_init: Initializer = ones, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        *,
+        sync: bool | Communicator = False,
+        weight_init: Initializer = ones,
+        name: str | None = None,
+    ):
         super().__init__(num_features, eps, affine, name, weight_init)
         self.num_features = checks.at_least(self.name, "num_features", num_features, 1)
         self.momentum = checks.number(self.name, "momentum", momentum, "in [0, 1]", lambda v: 0 <= v <= 1)

@@ -35,9 +35,16 @@ class _Convolution(Layer):
     modes = ("training", "masks")
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair, padding: int | Pair,
-        dilation: int | Pair, groups: int, name: str | None,
-    ):  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair,
+        padding: int | Pair,
+        dilation: int | Pair,
+        groups: int,
+        name: str | None,
+    ):
         super().__init__(name)
         self.in_channels = checks.at_least(self.name, "in_channels", in_channels, 1)
         self.out_channels = checks.at_least(self.name, "out_channels", out_channels, 1)
@@ -139,10 +146,19 @@ class Conv2d(_Convolution):
     modes = ("training", "statistics", "masks", "rectifies", "packed")
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair = 1,
-        padding: int | Pair = 0, dilation: int | Pair = 1, groups: int = 1, bias: bool = True, *,
-        weight_init: Initializer | None = None, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
         shape = (self.out_channels, *self.kernel_size, self.in_channels // self.groups)
         self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
@@ -246,10 +262,20 @@ class ConvTranspose2d(_Convolution):
     accepts_add = False
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair = 1,
-        padding: int | Pair = 0, output_padding: int | Pair = 0, groups: int = 1, bias: bool = True,
-        dilation: int | Pair = 1, *, weight_init: Initializer | None = None, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        output_padding: int | Pair = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | Pair = 1,
+        *,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
         self.output_padding = checks.positive_pair(self.name, "output_padding", output_padding, least=0)
         for extra, s, d in zip(self.output_padding, self.stride, self.dilation, strict=True):

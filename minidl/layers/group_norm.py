@@ -78,9 +78,13 @@ class LayerNorm(AffineNorm):
     """
 
     def __init__(
-        self, normalized_shape: int | Sequence[int], eps: float = 1e-5, elementwise_affine: bool = True, *,
+        self,
+        normalized_shape: int | Sequence[int],
+        eps: float = 1e-5,
+        elementwise_affine: bool = True,
+        *,
         name: str | None = None,
-    ):  # fmt: skip
+    ):
         if isinstance(normalized_shape, Sequence):
             if len(normalized_shape) != 1:
                 remedy = "GroupNorm(1, C) normalises whole images"

@@ -36,9 +36,14 @@ class Linear(Layer):
     factored = True
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool = True, *, weight_init: Initializer | None = None,
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        weight_init: Initializer | None = None,
         name: str | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(name)
         self.in_features = checks.at_least(self.name, "in_features", in_features, 1)
         self.out_features = checks.at_least(self.name, "out_features", out_features, 1)

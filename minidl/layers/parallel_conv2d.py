@@ -228,10 +228,19 @@ class ChannelParallelConv2d(Conv2d):
     accepts_add = accepts_masked = accepts_unfinished = False
 
     def __init__(
-        self, in_channels: int, out_channels: int, kernel_size: int | Pair, stride: int | Pair = 1,
-        padding: int | Pair = 0, dilation: int | Pair = 1, bias: bool = True, *, group: Communicator = SOLO,
-        weight_init: Initializer | None = None, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        bias: bool = True,
+        *,
+        group: Communicator = SOLO,
+        weight_init: Initializer | None = None,
+        name: str | None = None,
+    ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, bias=False, name=name)
         if self.out_channels < group.size:
             expected = f"at least one for each of {group.size} ranks"

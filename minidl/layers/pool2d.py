@@ -33,9 +33,14 @@ class _Pool(Layer):
     """Windows of ``kernel_size`` every ``stride`` pixels (default: the kernel size) of the padded image."""
 
     def __init__(
-        self, kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair, dilation: int | Pair,
-        ceil_mode: bool, name: str | None,
-    ):  # fmt: skip
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None,
+        padding: int | Pair,
+        dilation: int | Pair,
+        ceil_mode: bool,
+        name: str | None,
+    ):
         super().__init__(name)
         self.kernel_size = checks.positive_pair(self.name, "kernel_size", kernel_size)
         self.stride = checks.positive_pair(self.name, "stride", kernel_size if stride is None else stride)
@@ -80,9 +85,15 @@ class MaxPool2d(_Pool):
     modes = ("training", "masks")
 
     def __init__(
-        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
-        dilation: int | Pair = 1, ceil_mode: bool = False, *, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None = None,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        ceil_mode: bool = False,
+        *,
+        name: str | None = None,
+    ):
         super().__init__(kernel_size, stride, padding, dilation, ceil_mode, name)
 
     @property
@@ -162,9 +173,15 @@ class AvgPool2d(_Pool):
     """
 
     def __init__(
-        self, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0,
-        ceil_mode: bool = False, count_include_pad: bool = True, *, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        kernel_size: int | Pair,
+        stride: int | Pair | None = None,
+        padding: int | Pair = 0,
+        ceil_mode: bool = False,
+        count_include_pad: bool = True,
+        *,
+        name: str | None = None,
+    ):
         super().__init__(kernel_size, stride, padding, 1, ceil_mode, name)
         self.count_include_pad = count_include_pad
 

@@ -30,9 +30,14 @@ class Upsample(Layer):
     """
 
     def __init__(
-        self, size: int | Pair | None = None, scale_factor: float | tuple[float, float] | None = None,
-        mode: str = "nearest", align_corners: bool = False, *, name: str | None = None,
-    ):  # fmt: skip
+        self,
+        size: int | Pair | None = None,
+        scale_factor: float | tuple[float, float] | None = None,
+        mode: str = "nearest",
+        align_corners: bool = False,
+        *,
+        name: str | None = None,
+    ):
         super().__init__(name)
         if (size is None) == (scale_factor is None):
             raise checks.bad_value(self.name, "size", "given, or scale_factor, not both", (size, scale_factor))

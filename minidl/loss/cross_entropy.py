@@ -36,9 +36,13 @@ class SoftmaxCrossEntropy(Loss):
     """
 
     def __init__(
-        self, ignore_index: int = -100, comm: Communicator = SOLO, *, label_smoothing: float = 0.0,
+        self,
+        ignore_index: int = -100,
+        comm: Communicator = SOLO,
+        *,
+        label_smoothing: float = 0.0,
         weight: Sequence[float] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__(comm)
         self.ignore_index = check_index("loss", ignore_index)
         expected = "in [0, 1]"

@@ -211,11 +211,22 @@ class LimitedMemory:
 
 
 def limit_memory(
-    model: Model, batch: int, limit: str | float, *, momentum: float = 0.9, rebuild: bool = True,
-    host_limit: int | None = None, times: Callable[[Trace], list[float]] | None = None, link: Link | None = None,
-    least: int = LEAST, plan: Plan | None = None, optimizer: SGD | None = None, fusions: Sequence[str] = (),
-    reserve: int = 0, engine: Callable[[int, int], Engine] | None = None,
-) -> LimitedMemory:  # fmt: skip
+    model: Model,
+    batch: int,
+    limit: str | float,
+    *,
+    momentum: float = 0.9,
+    rebuild: bool = True,
+    host_limit: int | None = None,
+    times: Callable[[Trace], list[float]] | None = None,
+    link: Link | None = None,
+    least: int = LEAST,
+    plan: Plan | None = None,
+    optimizer: SGD | None = None,
+    fusions: Sequence[str] = (),
+    reserve: int = 0,
+    engine: Callable[[int, int], Engine] | None = None,
+) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, go to the host and back, or are made again::
 
         memory = limit_memory(model, batch=256, limit="25%")

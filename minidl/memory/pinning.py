@@ -125,9 +125,14 @@ def split(gaps: Sequence[Gap]) -> tuple[bool, list[Gap], list[int], list[int]]:
 
 
 def cheapest(
-    problem: Problem, capacity: int, granule: int, gaps: Sequence[Gap], apart: Sequence[int], costs: Sequence[float],
+    problem: Problem,
+    capacity: int,
+    granule: int,
+    gaps: Sequence[Gap],
+    apart: Sequence[int],
+    costs: Sequence[float],
     best: Callable[[np.ndarray, list[int]], tuple[float, list[int]]],
-) -> tuple[list[int], list[int]]:  # fmt: skip
+) -> tuple[list[int], list[int]]:
     """(kept ones of ``apart``, choices of all others) that cost least: all subsets of the few, one after the other.
 
     Args:

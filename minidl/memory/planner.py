@@ -34,9 +34,14 @@ class Planner:
     """
 
     def __init__(
-        self, problem: Problem, times_ms: Sequence[float], link: Link | None = None, *, rebuild: bool = True,
+        self,
+        problem: Problem,
+        times_ms: Sequence[float],
+        link: Link | None = None,
+        *,
+        rebuild: bool = True,
         host_bytes: int | None = None,
-    ):  # fmt: skip
+    ):
         self.problem, self.times_ms, self.link = problem, times_ms, link or Link()
         self.rebuild, self.host_bytes = rebuild, host_bytes
         self._joints: list[Joint] = []
@@ -97,9 +102,15 @@ class StepPlanner:
     """
 
     def __init__(
-        self, trace: Trace, times_ms: Sequence[float], link: Link | None = None, *, least: int = LEAST,
-        state: bool = False, **options: Any,
-    ):  # fmt: skip
+        self,
+        trace: Trace,
+        times_ms: Sequence[float],
+        link: Link | None = None,
+        *,
+        least: int = LEAST,
+        state: bool = False,
+        **options: Any,
+    ):
         problems = (problem(trace, window, least, state=state) for window in (WINDOW, NO_WINDOW))
         self._planners = [Planner(p, times_ms, link, **options) for p in problems]
 

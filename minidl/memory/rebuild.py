@@ -48,9 +48,13 @@ def recipes(problem: Problem, times_ms: Sequence[float]) -> list[Recipe | None]:
 
 
 def _recipe(
-    trace: Trace, touched: dict[int, list[int]], gap_of: dict[int, int], target: int, back: int,
+    trace: Trace,
+    touched: dict[int, list[int]],
+    gap_of: dict[int, int],
+    target: int,
+    back: int,
     times_ms: Sequence[float],
-) -> Recipe | None:  # fmt: skip
+) -> Recipe | None:
     if trace.tensors[target].given or not trace.tensors[target].again:
         return None
     steps: set[int] = set()

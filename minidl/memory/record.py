@@ -30,9 +30,16 @@ from minidl.profile import PassCost
 
 
 def record(
-    graph: Graph, batch: int, *, precision: str | Precision = "fp32", momentum: float = 0.9, gradients: str = "keep",
-    ranks: int = 1, device: DeviceRecord | None = None, **facts: Any,
-) -> Trace:  # fmt: skip
+    graph: Graph,
+    batch: int,
+    *,
+    precision: str | Precision = "fp32",
+    momentum: float = 0.9,
+    gradients: str = "keep",
+    ranks: int = 1,
+    device: DeviceRecord | None = None,
+    **facts: Any,
+) -> Trace:
     """The trace of one training step: forward, cross entropy, backward, SGD.
 
     No GPU and no CuPy are needed; no array is touched, so a batch may be far larger than this machine's memory.
@@ -61,10 +68,18 @@ def record(
 
 
 def record_step(
-    graph: Graph, batch: int, *, precision: str | Precision = "fp32", momentum: float = 0.9,
-    device: DeviceRecord | None = None, facts: Mapping[str, Any] | None = None, ranks: int = 1, slots: int | None = 0,
-    in_momentum: bool = False, **options: Any,
-) -> Recording:  # fmt: skip
+    graph: Graph,
+    batch: int,
+    *,
+    precision: str | Precision = "fp32",
+    momentum: float = 0.9,
+    device: DeviceRecord | None = None,
+    facts: Mapping[str, Any] | None = None,
+    ranks: int = 1,
+    slots: int | None = 0,
+    in_momentum: bool = False,
+    **options: Any,
+) -> Recording:
     """As `record`, with all that an executor needs beside the trace.
 
     Args:

@@ -120,9 +120,11 @@ class Script:
 
 
 def rebuild(
-    recipe: tuple[int, ...], runs: Mapping[int, Run], locate: Callable[[Place], Any],
+    recipe: tuple[int, ...],
+    runs: Mapping[int, Run],
+    locate: Callable[[Place], Any],
     within: Callable[[Any, int, Place], Any],
-) -> dict[int, Any]:  # fmt: skip
+) -> dict[int, Any]:
     """Run forward passes once more; what they gave, by tensor.
 
     Args:

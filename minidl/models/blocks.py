@@ -13,9 +13,16 @@ Activation = Callable[..., Layer]
 
 
 def conv_norm(
-    x: Node, channels: int, kernel: int = 1, stride: int = 1, *, groups: int = 1, activation: Activation | None = None,
-    sync: bool = False, names: tuple[str, str, str] = ("0", "1", "2"),
-) -> Node:  # fmt: skip
+    x: Node,
+    channels: int,
+    kernel: int = 1,
+    stride: int = 1,
+    *,
+    groups: int = 1,
+    activation: Activation | None = None,
+    sync: bool = False,
+    names: tuple[str, str, str] = ("0", "1", "2"),
+) -> Node:
     """A convolution that keeps the image size at stride 1, batch norm and, where given, an activation.
 
     Args:
@@ -30,9 +37,14 @@ def conv_norm(
 
 
 def depthwise_separable(
-    x: Node, channels: int, kernel: int = 3, stride: int = 1, *, activation: Activation | None = ReLU,
+    x: Node,
+    channels: int,
+    kernel: int = 3,
+    stride: int = 1,
+    *,
+    activation: Activation | None = ReLU,
     sync: bool = False,
-) -> Node:  # fmt: skip
+) -> Node:
     """A filter of its own for every channel, then a 1×1 convolution (Howard et al., "MobileNets", 2017).
 
     Layers: ``depthwise.0``, ``.1``, ``.2`` and ``pointwise.0``, ``.1``, ``.2``: convolution, batch norm, activation.
@@ -44,9 +56,13 @@ def depthwise_separable(
 
 
 def squeeze_excitation(
-    x: Node, squeeze_channels: int, *, activation: Activation = ReLU, gate: Activation = Sigmoid,
+    x: Node,
+    squeeze_channels: int,
+    *,
+    activation: Activation = ReLU,
+    gate: Activation = Sigmoid,
     weight_init: Initializer | None = None,
-) -> Node:  # fmt: skip
+) -> Node:
     """Scales every channel by a gate that two 1×1 convolutions make of its mean (Hu, Shen and Sun, CVPR 2018).
 
     Layers: ``avgpool``, ``fc1``, ``activation``, ``fc2``, ``scale_activation``, ``mul``; the names of torchvision.

@@ -36,9 +36,12 @@ def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, d
 
 
 def efficientnet_b0(
-    num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), dropout: float = 0.2,
-    stochastic_depth: float = 0.2, sync_batch_norm: bool = False,
-) -> Graph:  # fmt: skip
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    dropout: float = 0.2,
+    stochastic_depth: float = 0.2,
+    sync_batch_norm: bool = False,
+) -> Graph:
     """Sixteen gated inverted residuals between a strided 3×3 and a 1×1 convolution.
 
     Args:

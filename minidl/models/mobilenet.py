@@ -28,9 +28,12 @@ def _inverted_residual(x: Node, channels: int, stride: int, expansion: int, sync
 
 
 def mobilenet_v2(
-    num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), width: float = 1.0,
-    dropout: float = 0.2, sync_batch_norm: bool = False,
-) -> Graph:  # fmt: skip
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    width: float = 1.0,
+    dropout: float = 0.2,
+    sync_batch_norm: bool = False,
+) -> Graph:
     """Seventeen inverted residuals between a strided 3×3 and a 1×1 convolution; ``width`` scales all channels."""
     checks.number("mobilenet_v2", "width", width, "above 0, finite", lambda v: 0 < v < float("inf"))
     graph = Graph()

@@ -67,9 +67,12 @@ def _head(graph: Graph, x: Node, num_classes: int) -> Graph:
 
 
 def _imagenet(
-    block: Block, depths: tuple[int, ...], num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3),
+    block: Block,
+    depths: tuple[int, ...],
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
     sync_batch_norm: bool = False,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """7×7 stem with stride 2, 3×3 max pooling with stride 2, four stages from width 64."""
     graph = Graph()
     x = _norm(_conv(graph.input(image_shape), 64, 7, 2, "conv1"), sync_batch_norm, "bn1")

@@ -17,9 +17,12 @@ def _double_conv(x: Node, width: int, sync: bool) -> Node:
 
 
 def unet(
-    num_classes: int = 2, image_shape: tuple[int, int, int] = (256, 256, 3), width: int = 64, depth: int = 4,
+    num_classes: int = 2,
+    image_shape: tuple[int, int, int] = (256, 256, 3),
+    width: int = 64,
+    depth: int = 4,
     sync_batch_norm: bool = False,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """Encoder and decoder of ``depth`` levels, ``width`` to ``width·2**depth`` channels, joined by skip connections.
 
     Images of any size: where a level's height or width is odd, pooling drops its last row or column, and on the way up

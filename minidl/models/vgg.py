@@ -11,9 +11,11 @@ _BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutio
 
 
 def vgg16(
-    num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), batch_norm: bool = False,
+    num_classes: int = 1000,
+    image_shape: tuple[int, int, int] = (224, 224, 3),
+    batch_norm: bool = False,
     sync_batch_norm: bool = False,
-) -> Graph:  # fmt: skip
+) -> Graph:
     """Thirteen 3×3 convolutions and three fully connected layers."""
     if sync_batch_norm and not batch_norm:
         raise checks.bad_value("vgg16", "sync_batch_norm", "False without batch norm", True, "use vgg16_bn")

@@ -111,9 +111,13 @@ def compare(a: str | Path, b: str | Path, *, threshold: float = THRESHOLD, any_m
 
 
 def compare_results(
-    a: Mapping[str, Any], b: Mapping[str, Any], *, names: tuple[str, str] = ("A", "B"), threshold: float = THRESHOLD,
+    a: Mapping[str, Any],
+    b: Mapping[str, Any],
+    *,
+    names: tuple[str, str] = ("A", "B"),
+    threshold: float = THRESHOLD,
     any_machine: bool = False,
-) -> Comparison:  # fmt: skip
+) -> Comparison:
     """Compare the contents of two result files.
 
     Args:

@@ -71,9 +71,13 @@ def gradient_sum(backward_data: PassCost, elements: int, itemsize: int) -> PassC
 
 
 def covered(
-    sizes: Sequence[int], out: Sequence[int], kernel: Sequence[int], stride: Sequence[int], padding: Sequence[int],
+    sizes: Sequence[int],
+    out: Sequence[int],
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
     dilation: Sequence[int],
-) -> int:  # fmt: skip
+) -> int:
     """How many pixels of an image of ``sizes`` (height, width) lie under any of its ``out`` windows."""
     pixels = 1
     for size, windows, k, s, p, d in zip(sizes, out, kernel, stride, padding, dilation, strict=True):

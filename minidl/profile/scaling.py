@@ -220,9 +220,16 @@ def measured(run: Run) -> StepTimes:
 
 
 def simulate(
-    step: StepTimes, cluster: Cluster, hosts: int, group_bytes: int, *, interference: Interference = INTERFERENCE,
-    message_share: float = 1.0, factors: bool = True, waits: float = 0.0,
-) -> Outcome:  # fmt: skip
+    step: StepTimes,
+    cluster: Cluster,
+    hosts: int,
+    group_bytes: int,
+    *,
+    interference: Interference = INTERFERENCE,
+    message_share: float = 1.0,
+    factors: bool = True,
+    waits: float = 0.0,
+) -> Outcome:
     """One step on ``hosts`` hosts.
 
     Args:

@@ -71,9 +71,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(
-    files: Sequence[str | Path], kind: str = "all", output: str | Path = "plots", format: str = "svg",
+    files: Sequence[str | Path],
+    kind: str = "all",
+    output: str | Path = "plots",
+    format: str = "svg",
     passes: Sequence[str] = COMPUTE,
-) -> tuple[list[Path], list[str]]:  # fmt: skip
+) -> tuple[list[Path], list[str]]:
     """Pictures of result files: those written, and for each that could not be, why.
 
     Raises:

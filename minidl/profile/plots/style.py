@@ -110,9 +110,18 @@ def drawn(figure: Callable[..., Figure]) -> Callable[..., Figure]:
 
 
 def page(
-    height: float, title: str, subtitle: str, *, panels: Sequence[float] = (1.0,), left: float = 0.8,
-    right: float = 0.3, top: float = 0.75, bottom: float = 0.75, gap: float = 0.25, across: bool = False,
-) -> tuple[Figure, list[Axes]]:  # fmt: skip
+    height: float,
+    title: str,
+    subtitle: str,
+    *,
+    panels: Sequence[float] = (1.0,),
+    left: float = 0.8,
+    right: float = 0.3,
+    top: float = 0.75,
+    bottom: float = 0.75,
+    gap: float = 0.25,
+    across: bool = False,
+) -> tuple[Figure, list[Axes]]:
     """A figure with its heading and, from the top down, panels with these shares of the height (``across``: from the
     left, with these shares of the width); sizes in inches.
     """
