@@ -164,10 +164,8 @@ class TensorBoard(Callback):
     """
 
     def __init__(self, folder: str | Path | None = None):
-        try:
+        with checks.needs("TensorBoard", "tensorboard"):
             from tensorboardX import SummaryWriter
-        except ImportError as error:
-            raise checks.missing_extra("TensorBoard", "tensorboard", error) from error
         self.folder, self._make, self._writer = folder, SummaryWriter, None
 
     def begin(self, trainer: Any) -> None:
@@ -198,11 +196,12 @@ class TensorBoard(Callback):
             self._writer = None
 
 
-class StepWatch(Protocol):
-    """Somebody who looks at the steps of a training run: `minidl.bench.training.TrainingProfile`."""
+class StepWatch:
+    """Looks at the steps of a training run, as `minidl.bench.training.TrainingProfile` does; this one sees nothing."""
 
     def step(self, trainer: Any, samples: int | None) -> AbstractContextManager[None]:
         """Around each step of ``samples`` samples on this rank; None where the batch is a last, smaller one."""
+        return nullcontext()
 
     def finish(self, trainer: Any) -> Path | None:
         """After the last step, on all ranks; a file that was written."""
@@ -217,15 +216,3 @@ class Metric(Protocol):
 
     def value(self) -> float:
         """Over all ranks; a collective."""
-
-
-class Unwatched:
-    """Nobody looks at the steps."""
-
-    _nothing = nullcontext()
-
-    def step(self, trainer: Any, samples: int | None) -> AbstractContextManager[None]:
-        return self._nothing
-
-    def finish(self, trainer: Any) -> None:
-        pass

@@ -44,18 +44,23 @@ def save(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], state: Mapp
         TypeError: a tensor that is no NumPy array or has another dtype, a state that JSON would not give back as it is.
         OSError: the file cannot be written; the previous one, if any, is untouched.
     """
-    path = Path(path)
     # safetensors 0.8 writes the memory of an array as it lies: of a transposed one, the wrong values without an error.
     dense = {name: _dense(name, tensor) for name, tensor in tensors.items()}
     require_json(state, "state")
     text = json.dumps(state)
     metadata = {"format": "minidl", "schema": str(SCHEMA), "state": text, "sha256": _digest(dense, text)}
+    # Not save_file, which makes files that only their owner may read and leaves its own debris when killed.
+    write_whole(path, serialize(dense, metadata))
+
+
+def write_whole(path: str | os.PathLike, data: bytes) -> None:
+    """Write a file, whole or not at all, and wait for the disk; folders are made. One writer per path."""
+    path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}{_TEMPORARY}")
     try:
-        # Not save_file, which makes files that only their owner may read and leaves its own debris when killed.
         with partial.open("wb") as file:
-            file.write(serialize(dense, metadata))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Real
 from typing import Any
 
@@ -166,6 +167,15 @@ def missing_extra(what: str, extra: str, cause: BaseException | None = None) -> 
     """A feature whose optional packages are absent, with the command that installs them."""
     because = f" ({cause})" if cause else ""
     return ImportError(f"{what} is not available{because}; install it with: pip install 'minidl[{extra}]'")
+
+
+@contextmanager
+def needs(what: str, extra: str) -> Iterator[None]:
+    """Around imports of a feature's optional packages: `missing_extra` where one is absent."""
+    try:
+        yield
+    except ImportError as error:
+        raise missing_extra(what, extra, error) from error
 
 
 def at_least(who: str, argument: str, value: int, least: int) -> int:

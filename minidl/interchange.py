@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
 from minidl import checks
+from minidl.checkpoint import write_whole
 from minidl.graph import Graph
 from minidl.layers import Flatten, Linear
 from minidl.model import Model
@@ -147,15 +148,8 @@ def export_weights(model: Model, path: str | os.PathLike) -> Path:
     Raises:
         OSError: when it cannot be written.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(serialize(torch_state(model), {"format": "pt"}))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return path
+    write_whole(path, serialize(torch_state(model), {"format": "pt"}))
+    return Path(path)
 
 
 def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:

@@ -15,17 +15,16 @@ from typing import Any
 
 import numpy as np
 
-from minidl import backend, checkpoint, checks, interop
+from minidl import backend, checkpoint, checks
 from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer
-from minidl.layer_params import Gradient, LayerParams
 from minidl.params import Arena
 from minidl.precision import Precision, bfloat16, float16, float32
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
-from minidl.segments import ParameterSpec
+from minidl.segments import Gradient, LayerParams, ParameterSpec
 from minidl.shapes import Pair
 from minidl.store import TensorStore
 from minidl.value import MaskedGradient, Value
@@ -42,7 +41,7 @@ class Layer:
 
     Attributes:
         name: dotted path in its graph ("layer1.0.conv1"), or the class name while it stands alone.
-        params: named views of the parameters (see `minidl.params.LayerParams`).
+        params: named views of the parameters (see `minidl.segments.LayerParams`).
         buffers: arrays kept but not trained, float32.
         training: batch statistics or running ones, dropout on or off; nothing else depends on it.
         needs_input_grad: False where nothing below is trained; `backward` then skips `backward_data`.
@@ -229,7 +228,7 @@ class Layer:
             y = self.store.run(self, arrays)
         if grad and not self._has_saved:
             self.save()  # nothing, but there is a pass to go back through
-        return y if arrays is x or isinstance(y, Value) else interop.answer_in_kind(x[0])(y)
+        return y if arrays is x or isinstance(y, Value) else backend.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:
         """Back through the last forward pass: parameter gradients, their message, then the input gradient.
@@ -278,7 +277,7 @@ class Layer:
                 pass  # a layer alone hands over finished gradients
         if array is dy:
             return dx
-        answer = interop.answer_in_kind(dy)
+        answer = backend.answer_in_kind(dy)
         return tuple(answer(part) for part in dx) if isinstance(dx, tuple) else answer(dx)
 
     def _weight_gradients(self, dy: Any, tiles: Sequence[slice] | None) -> None:
@@ -315,7 +314,7 @@ class Layer:
                 if not self.accepts_unfinished:
                     raise checks.order(self.name, "got an unfinished value", "call minidl.value.materialize first")
                 continue
-            array, ops = interop.take_in(item, self.name, "x")
+            array, ops = backend.take_in(item, self.name, "x")
             if array is not item:
                 arrays = (*arrays[:i], array, *arrays[i + 1 :])
             if table is not None and ops is not table:
@@ -337,7 +336,7 @@ class Layer:
                 raise checks.order(self.name, "got a gradient whose mask is owed", "call its finish() first")
             array = dy
         else:
-            array, ops = interop.take_in(dy, self.name, "dy")
+            array, ops = backend.take_in(dy, self.name, "dy")
             if self.ops is not None and ops is not self.ops:
                 raise checks.bad_dtype(self.name, "dy", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:
@@ -348,7 +347,7 @@ class Layer:
     def _enter_add(self, add: Any) -> Any:
         """The gradient to add, in the shape and dtype of the one input."""
         owed = isinstance(add, self.accepts_owed)
-        array, ops = (add, self.ops) if owed else interop.take_in(add, self.name, "add")
+        array, ops = (add, self.ops) if owed else backend.take_in(add, self.name, "add")
         if ops is not self.ops:
             raise checks.bad_dtype(self.name, "add", f"a {self.ops.name} array", f"a {ops.name} array")
         if self._kept is not None:

@@ -6,7 +6,6 @@ Each pair that is refused stands in `TABLE` with the reason; every other pair of
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import combinations
 
 from minidl import checks
@@ -60,7 +59,9 @@ def refuse(who: str, **present: object) -> None:
         who: for the message.
         present: by the names of `PARTS`, whether each is there.
     """
-    for pair in _pairs(present):
+    unknown = [name for name in present if name not in PARTS]
+    assert not unknown, unknown
+    for pair in combinations([name for name in PARTS if present.get(name)], 2):
         reason = TABLE.get(pair) or TABLE.get(pair[::-1])
         if reason:
             first, second = (PARTS[name] for name in pair)
@@ -70,9 +71,3 @@ def refuse(who: str, **present: object) -> None:
 def described(**present: object) -> str:
     """The parts that are there, in words, as `refuse` takes them."""
     return ", ".join(words for name, words in PARTS.items() if present.get(name))
-
-
-def _pairs(present: dict[str, object]) -> Iterator[tuple[str, str]]:
-    unknown = [name for name in present if name not in PARTS]
-    assert not unknown, unknown
-    return combinations([name for name in PARTS if present.get(name)], 2)

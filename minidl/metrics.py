@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks, interop
+from minidl import backend, checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.loss.base import check_index, check_labels, out_of_range
 
@@ -34,8 +34,8 @@ class _Counts:
         Raises:
             ValueError, TypeError: for arrays that do not belong together, or another number of classes than before.
         """
-        x, ops = interop.take_in(logits, type(self).__name__, "logits")
-        labels, _ = interop.take_in(labels, type(self).__name__, "labels")
+        x, ops = backend.take_in(logits, type(self).__name__, "logits")
+        labels, _ = backend.take_in(labels, type(self).__name__, "labels")
         classes = check_labels(x, labels)
         if self._classes not in (None, classes):
             raise checks.bad_shape(type(self).__name__, "logits", f"(..., {self._classes}) as before", x.shape)

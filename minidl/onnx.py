@@ -51,10 +51,8 @@ def to_onnx(model: Model, *, layout: str = "NHWC") -> Any:
         raise checks.bad_dtype("to_onnx", "model", "a Model", type(model).__name__, "Model(graph) has the weights")
     if layout not in _LAYOUTS:
         raise checks.unknown("layout", layout, _LAYOUTS)
-    try:
+    with checks.needs("export to ONNX", "onnx"):
         import onnx
-    except ImportError as error:
-        raise checks.missing_extra("export to ONNX", "onnx", error) from error
     return _Writer(onnx, model, layout).model()
 
 
@@ -137,17 +135,13 @@ def _window(layer: Any) -> dict[str, Any]:
     return {"kernel_shape": layer.kernel_size, "strides": layer.stride, "pads": layer.padding * 2}
 
 
-def _conv2d(to: _Writer, node: Node, x: str) -> str:
+def _convolution(to: _Writer, node: Node, x: str) -> str:
     layer = node.layer
     inputs = [x, to.parameter(layer, "weight", _TO_NCHW), *_bias(to, layer)]
-    return to.add("Conv", inputs, node.name, **_window(layer), dilations=layer.dilation, group=layer.groups)
-
-
-def _conv_transpose2d(to: _Writer, node: Node, x: str) -> str:
-    layer = node.layer
-    inputs = [x, to.parameter(layer, "weight", _TO_NCHW), *_bias(to, layer)]
-    more = {"dilations": layer.dilation, "group": layer.groups, "output_padding": layer.output_padding}
-    return to.add("ConvTranspose", inputs, node.name, **_window(layer), **more)
+    more = {**_window(layer), "dilations": layer.dilation, "group": layer.groups}
+    if isinstance(layer, layers.ConvTranspose2d):
+        return to.add("ConvTranspose", inputs, node.name, **more, output_padding=layer.output_padding)
+    return to.add("Conv", inputs, node.name, **more)
 
 
 def _batch_norm2d(to: _Writer, node: Node, x: str) -> str:
@@ -195,17 +189,9 @@ def _elementwise(kind: str, **attributes: Any) -> Callable[..., str]:
     return lambda to, node, *inputs: to.add(kind, list(inputs), node.name, **attributes)
 
 
-def _leaky_relu(to: _Writer, node: Node, x: str) -> str:
-    return to.add("LeakyRelu", [x], node.name, alpha=node.layer.slope)
-
-
 def _relu6(to: _Writer, node: Node, x: str) -> str:
     bounds = [to.constant(f"{node.name}.{word}", np.float32(v)) for word, v in (("least", 0), ("most", 6))]
     return to.add("Clip", [x, *bounds], node.name)
-
-
-def _silu(to: _Writer, node: Node, x: str) -> str:
-    return to.add("Mul", [x, to.add("Sigmoid", [x], f"{node.name}.gate")], node.name)
 
 
 def _gelu(to: _Writer, node: Node, x: str) -> str:
@@ -273,10 +259,6 @@ def _means(size: int, bins: int) -> np.ndarray:
     return matrix
 
 
-def _dropout(to: _Writer, node: Node, x: str) -> str:
-    return x
-
-
 def _flatten(to: _Writer, node: Node, x: str) -> str:
     shape = to.shape_before(node)
     if len(shape) == 3 and shape[:2] != (1, 1):  # minidl flattens with channels innermost
@@ -287,10 +269,6 @@ def _flatten(to: _Writer, node: Node, x: str) -> str:
 def _linear(to: _Writer, node: Node, x: str) -> str:
     inputs = [x, to.parameter(node.layer, "weight"), *_bias(to, node.layer)]
     return to.add("Gemm", inputs, node.name, transB=1)
-
-
-def _concat(to: _Writer, node: Node, *parts: str) -> str:
-    return to.add("Concat", list(parts), node.name, axis=1)
 
 
 def _pad(to: _Writer, node: Node, x: str) -> str:
@@ -305,26 +283,26 @@ _FORMS: dict[type[Layer], Callable[..., str]] = {
     layers.Add: _elementwise("Add"),
     layers.AvgPool2d: _avg_pool2d,
     layers.BatchNorm2d: _batch_norm2d,
-    layers.Concat: _concat,
-    layers.Conv2d: _conv2d,
-    layers.ConvTranspose2d: _conv_transpose2d,
-    layers.Dropout: _dropout,
+    layers.Concat: _elementwise("Concat", axis=1),
+    layers.Conv2d: _convolution,
+    layers.ConvTranspose2d: _convolution,
+    layers.Dropout: lambda to, node, x: x,
     layers.Flatten: _flatten,
     layers.GELU: _gelu,
     layers.GroupNorm: _group_norm,
     layers.Hardswish: _elementwise("HardSwish"),
     layers.LayerNorm: _layer_norm,
-    layers.LeakyReLU: _leaky_relu,
+    layers.LeakyReLU: lambda to, node, x: to.add("LeakyRelu", [x], node.name, alpha=node.layer.slope),
     layers.Linear: _linear,
     layers.MaxPool2d: _max_pool2d,
     layers.Mul: _elementwise("Mul"),
     layers.Pad: _pad,
     layers.ReLU: _elementwise("Relu"),
     layers.ReLU6: _relu6,
-    layers.SiLU: _silu,
+    layers.SiLU: lambda to, node, x: to.add("Mul", [x, to.add("Sigmoid", [x], f"{node.name}.gate")], node.name),
     layers.Sigmoid: _elementwise("Sigmoid"),
     layers.Softmax: _elementwise("Softmax", axis=1),
-    layers.StochasticDepth: _dropout,
+    layers.StochasticDepth: lambda to, node, x: x,
     layers.Tanh: _elementwise("Tanh"),
     layers.Upsample: _upsample,
 }

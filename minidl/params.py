@@ -24,12 +24,10 @@ import numpy as np
 from minidl import checks, legality
 from minidl.dist.communicator import SOLO, Communicator, place
 from minidl.initializers import generator
-from minidl.layer_params import Gradient, LayerParams
 from minidl.messages.neighbourhood import Departures, cut
 from minidl.precision import Precision, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
-from minidl.ring import Ring, Whole
-from minidl.segments import ALIGN, Message, ParameterSpec, Segment, drawn, lay_out
+from minidl.segments import ALIGN, Gradient, LayerParams, Message, ParameterSpec, Ring, Segment, Whole, drawn, lay_out
 
 
 class Arena:

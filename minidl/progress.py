@@ -14,14 +14,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 TERMINAL = "MINIDL_TERMINAL"  # set by minidl.launch: the width of the terminal behind mpiexec's pipes
 _LINE_SECONDS = 10.0
 
 
-class Progress(Protocol):
-    """Shows one epoch at a time."""
+class Progress:
+    """Shows one epoch at a time; this one shows nothing, as on ranks other than 0."""
 
     def start(self, title: str, total: int, done: int = 0) -> None: ...
 
@@ -30,20 +30,7 @@ class Progress(Protocol):
     def finish(self, summary: str = "") -> None: ...
 
 
-class Silent:
-    """Ranks other than 0."""
-
-    def start(self, title: str, total: int, done: int = 0) -> None:
-        pass
-
-    def advance(self, note: str = "") -> None:
-        pass
-
-    def finish(self, summary: str = "") -> None:
-        pass
-
-
-class Lines:
+class Lines(Progress):
     """For logs: a line when an epoch ends, and one every ten seconds within it."""
 
     def start(self, title: str, total: int, done: int = 0) -> None:
@@ -61,7 +48,7 @@ class Lines:
             print(f"{self.title}  {summary}", flush=True)
 
 
-class Bar:
+class Bar(Progress):
     """A rich progress bar; what an epoch came to stays above it as a line."""
 
     def __init__(self, width: int | None):
@@ -96,7 +83,7 @@ class Bar:
 def progress(rank: int = 0) -> Progress:
     """The display of this process: a bar on a terminal with rich installed, else lines; nothing off rank 0."""
     if rank != 0:
-        return Silent()
+        return Progress()
     width = os.environ.get(TERMINAL)
     if width or sys.stdout.isatty():
         try:

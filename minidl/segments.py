@@ -1,11 +1,13 @@
-"""Where parameters lie in an arena, and the messages their gradients are cut into."""
+"""Where parameters and gradients lie in an arena, the messages they are cut into, and what a layer sees of them."""
 
 from __future__ import annotations
 
+import bisect
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -147,3 +149,161 @@ def lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Seque
                 placed.append(replace(s, offset=offset, trainable=not is_frozen))
                 offset = placed[-1].stop
     return placed
+
+
+# -- where gradients lie: all of them, or those of a few messages at a time -------------------------------------------
+
+
+class Whole:
+    """All gradients: each lies where its parameter lies in the arena."""
+
+    slots = 0
+    tiled: Mapping[str, Segment] = {}
+
+    def at(self, begin: int) -> int:
+        """The place of element ``begin`` of the arena."""
+        return begin
+
+    def held(self, message: Message) -> int:
+        """Elements that are held of a message."""
+        return message.end - message.begin
+
+
+class Ring:
+    """The gradients of ``slots`` neighbouring messages: the next ones take their places once they are used.
+
+    Args:
+        messages: all of an arena, in its order.
+        slots: at least 1.
+        tiled: by layer, the parameter whose gradient is held one tile at a time; the first of its message.
+        most: elements of all gradients; a ring that would be as large holds them all.
+
+    Attributes:
+        size: elements of the array that holds the gradients.
+    """
+
+    def __init__(self, messages: Sequence[Message], slots: int, tiled: Mapping[str, Segment], most: int):
+        self.slots, self.tiled = slots, tiled
+        self._begins = [message.begin for message in messages]
+        self._segments = [tiled.get(message.layers[0]) for message in messages]
+        sizes = [self.held(message) for message in messages]
+        self._places = ring_places(sizes, slots)
+        self.size = max((place + size for place, size in zip(self._places, sizes, strict=True)), default=0)
+        if self.size >= most:
+            self._places, self.size = self._begins, most
+
+    def at(self, begin: int) -> int:
+        """The place of element ``begin`` of the arena, while its message, and its tile, has one."""
+        number = bisect.bisect_right(self._begins, begin) - 1
+        inside, segment = begin - self._begins[number], self._segments[number]
+        if segment is not None:
+            behind = begin - segment.stop
+            inside = inside % segment.tile if behind < 0 else segment.tile + behind
+        return self._places[number] + inside
+
+    def held(self, message: Message) -> int:
+        """Elements that are held of a message at a time."""
+        segment = self.tiled.get(message.layers[0])
+        return message.end - message.begin - (0 if segment is None else segment.stop - segment.offset - segment.tile)
+
+
+def ring_places(sizes: Sequence[int], slots: int) -> list[int]:
+    """Offsets for messages of which any ``slots`` neighbours live at a time: largest first, as low as they fit."""
+    places: dict[int, int] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        lowest = 0
+        for j in sorted((j for j in places if abs(i - j) < slots), key=places.__getitem__):
+            if places[j] - lowest >= sizes[i]:
+                break
+            lowest = max(lowest, places[j] + sizes[j])
+        places[i] = lowest
+    return [places[i] for i in range(len(sizes))]
+
+
+# -- what a layer sees ------------------------------------------------------------------------------------------------
+
+
+class Gradient(NamedTuple):
+    """Where a layer writes a parameter gradient: float32 ``view``; ``first``: overwrite it, else add to it."""
+
+    view: Any
+    first: bool
+
+
+class LayerParams(Mapping[str, Any]):
+    """One layer's views: ``params["weight"]`` is what its forward pass reads.
+
+    Args:
+        arena: the `minidl.params.Arena` that makes them.
+    """
+
+    def __init__(self, arena: Any, layer: str, segments: Sequence[Segment]):
+        self._arena = arena
+        self._layer = layer
+        self._segments = {s.name: s for s in segments}
+        self._views = {s.name: arena.view(s, arena.working if s.product else arena.master) for s in segments}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._views[name]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._views.get(name, default)  # the base class tries, and catches
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def master(self, name: str) -> Any:
+        """The float32 value that the optimizer updates."""
+        return self._arena.view(self._segments[name], self._arena.master)
+
+    def trainable(self, name: str) -> bool:
+        """Whether the layer has this parameter and it is not frozen."""
+        return name in self._segments and self._segments[name].trainable
+
+    def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
+        """Where to write the gradient of ``name``, or a tile of it, now; None when it is absent or frozen."""
+        segment = self._segments.get(name)
+        if segment is None or not segment.trainable:
+            return None
+        return self._arena.claim(segment, rows)
+
+    @property
+    def tiled(self) -> bool:
+        """Whether each tile of the gradient is updated before the next one is made, in the same memory."""
+        return self._layer in self._arena.tiled
+
+    @property
+    def tiles(self) -> list[slice]:
+        """Their rows."""
+        return self._arena.tiled[self._layer].tiles
+
+    def tile_ready(self, rows: slice) -> None:
+        """A tile's gradient is written, and the weights have served the input gradient: they are updated."""
+        self._arena.tile_ready(self._layer, rows)
+
+    def gradients(self) -> dict[str, Any]:
+        """The gradients as they stand, float32, by name (trainable parameters only)."""
+        if self._arena.slots:
+            raise checks.order("gradients", "they are gone when their update is done", "read them without a ring")
+        if self._arena.adds:
+            raise checks.order("gradients", "they are added to the momentum", "read them where they are kept apart")
+        return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
+
+    def restart(self) -> None:
+        """The next gradients overwrite: for those who run backward passes of a layer one by one."""
+        self._arena.begin_step()
+
+    def ready(self, *, summed: bool = False) -> None:
+        """All gradients of this layer are written: its all-reduce may start, unless they are sums already."""
+        self._arena.ready(self._layer, summed=summed)
+
+    def shares(self, rows: int) -> list[int] | None:
+        """Rows of the batch on each rank, where factors travel in the place of this layer's gradients; a collective.
+
+        Args:
+            rows: on this rank.
+        """
+        return self._arena.shares(self._layer, rows)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -63,19 +64,34 @@ class Summary:
     __repr__ = __str__
 
 
-class _Noting(TensorStore):
-    """Tells which layer saved how many new bytes."""
+class SavedBytes(TensorStore):
+    """A store that notes how many bytes each layer was the first to keep."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.bytes: dict[str, int] = {}
-        self._seen: set[Hashable] = set()
+        self.by_layer: dict[str, int] = {}
+        self._begins: list[int] = []  # of the memory that is kept, in pieces that lie apart
+        self._ends: list[int] = []
 
     def save(self, owner: str, items: Mapping[str, Any]) -> None:
-        new = {tensor_key(array): array.nbytes for array in arrays_of(items.values())}
-        self.bytes[owner] = sum(count for key, count in new.items() if key not in self._seen)
-        self._seen |= new.keys()
+        self.by_layer[owner] = sum(map(self._new, arrays_of(items.values())))
         super().save(owner, items)
+
+    def clear(self) -> None:
+        super().clear()
+        self._begins.clear()
+        self._ends.clear()
+
+    def _new(self, array: Any) -> int:
+        """Bytes of an array, from its first to its last, that nobody has kept before."""
+        begin, shape, strides, _ = tensor_key(array)
+        end = begin + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + array.itemsize
+        first, last = bisect_left(self._ends, begin), bisect_right(self._begins, end)
+        pieces = list(zip(self._begins[first:last], self._ends[first:last], strict=True))
+        known = sum(min(e, end) - max(b, begin) for b, e in pieces)
+        self._begins[first:last] = [min([begin, *self._begins[first:last]])]
+        self._ends[first:last] = [max([end, *self._ends[first:last]])]
+        return end - begin - known
 
 
 def summarize(model: Any, batch: int = 1) -> Summary:
@@ -103,7 +119,7 @@ def summarize(model: Any, batch: int = 1) -> Summary:
 
 def _saved_bytes(model: Any, shape: tuple[int, ...]) -> dict[str, int]:
     """New bytes that each layer saves in a forward pass, which leaves the model as it was."""
-    noting, training = _Noting(), model.training
+    noting, training = SavedBytes(), model.training
     before = model.store, [(layer, layer.store, layer._kept, layer._checked) for layer in model.layers]
     x = model.ops.zeros(shape, model.precision.storage)
     try:
@@ -117,4 +133,4 @@ def _saved_bytes(model: Any, shape: tuple[int, ...]) -> dict[str, int]:
         for layer, store, kept, checked in before[1]:
             layer.store, layer._kept, layer._checked = store, kept, checked
         model.train(training)
-    return noting.bytes
+    return noting.by_layer

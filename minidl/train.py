@@ -14,7 +14,7 @@ from typing import Any
 
 from minidl import checkpoint, checks, legality, resuming
 from minidl.average import WeightAverage
-from minidl.callbacks import Callback, Metric, StepWatch, Unwatched
+from minidl.callbacks import Callback, Metric, StepWatch
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -119,7 +119,7 @@ class Trainer:
         self.report_every = checks.at_least("Trainer", "report_every", report_every, 1)
         self.settings = settings or {}
         checkpoint.require_json(self.settings, "settings")
-        self.profile = profile or Unwatched()
+        self.profile = profile or StepWatch()
         self.step = 0
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None

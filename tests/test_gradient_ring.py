@@ -10,7 +10,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
-from minidl.ring import ring_places
+from minidl.segments import ring_places
 from minidl.sparse import CubicSchedule, PrunedSGD, Pruning
 from minidl.step import EagerStep
 from tests.conftest import CUDA

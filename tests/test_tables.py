@@ -39,3 +39,12 @@ def test_signatures_agree(cuda, function):
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_every_operation_says_what_it_does(function):
     assert inspect.getdoc(getattr(cpu, function))
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_on_a_gpu_too_or_where_that_stands(cuda, function):
+    text = inspect.getdoc(getattr(cuda, function))
+    assert text
+    if text.startswith("As `minidl."):
+        own = getattr(cpu, function)
+        assert text.startswith(f"As `{own.__module__}.{own.__name__}`")

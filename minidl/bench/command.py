@@ -20,9 +20,9 @@ from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Energy, Meter
-from minidl.profile.nvtx import NvtxRanges
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
+from minidl.profile.spans import NvtxRanges
 from minidl.profile.tables import show
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
@@ -70,10 +70,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
     p.add_argument(
-        "--samples",
-        type=int,
-        default=layers.SAMPLES,
-        help="of each pass alone, in a quarter of a second at most",
+        "--samples", type=int, default=layers.SAMPLES, help="of each pass alone, in a quarter of a second at most"
     )
     p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
     p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
@@ -167,12 +164,6 @@ def _refuse(a: argparse.Namespace) -> None:
             if getattr(a, other) != usual(other):
                 name = other.replace("_", "-")
                 raise checks.bad_value("", f"--{name}", f"left out with --{one}", getattr(a, other))
-
-
-def _need_a_gpu(a: argparse.Namespace, device: str) -> None:
-    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
-    if device == "cpu" and given:
-        raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
 
 
 def _energy(a: argparse.Namespace) -> Energy | None:
@@ -280,10 +271,6 @@ def _ceilings(a: argparse.Namespace) -> int:
     return 0
 
 
-def _compare(a: argparse.Namespace) -> int:
-    return compare.run(a)
-
-
 def _sweep(a: argparse.Namespace) -> int:
     return sweep.run(a, parser_of)
 
@@ -293,7 +280,7 @@ VERBS: Mapping[str, tuple[str, Callable[[argparse.ArgumentParser], None], Callab
     "model": ("whole networks: steps, and the share of each kind of layer", _add_model, _model),
     "show": ("the tables of a result file", _add_show, _show),
     "ceilings": ("what this machine can do at most", _add_ceilings, _ceilings),
-    "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, _compare),
+    "compare": ("two result files, row by row: SAME, FASTER, SLOWER or UNCLEAR", compare.add_arguments, compare.run),
     "sweep": ("a grid of shapes, precisions, batches and ranks", sweep.add_arguments, _sweep),
 }
 
@@ -305,7 +292,9 @@ def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], No
     """The ranks, their device, and a display of what is being done."""
     comm = join(a.device)
     device = device_of(a.device, comm)
-    _need_a_gpu(a, device)
+    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
+    if device == "cpu" and given:
+        raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
     return comm, device, _display() if comm.rank == 0 else lambda what: None
 
 

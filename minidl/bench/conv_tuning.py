@@ -14,12 +14,10 @@ import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
-
-from minidl.cuda import conv2d, conv2d_backward_data, conv2d_backward_weight
-from minidl.cuda.array import cast, copy_into, empty, from_host
+from minidl import cuda
+from minidl.cuda import cast, conv2d, conv2d_backward_data, conv2d_backward_weight, empty
 from minidl.cuda.convolution.conv2d import STORAGE
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, kernel
@@ -31,6 +29,7 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.memory import record as walk
 from minidl.precision import float32
+from minidl.profile.inputs import noise, normals
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
 WARM = Budget(samples=2, seconds=math.inf, sample_ms=8.0)  # busy for so long, the chip runs at the clock it can keep
@@ -39,8 +38,6 @@ CAREFUL = Budget(samples=2, seconds=math.inf, sample_ms=1.0)
 FINALISTS, TURNS = 3, 5
 GAIN = 0.02  # what is faster by less is as good
 MOST_SETS = 8
-ALIGNED = 64  # values
-PERIOD, SHIFTS = 1 << 22, 1 << 10  # random numbers, which repeat; places where arrays start among them
 # By how much results of two kernels may differ, of the largest value: they sum in another order, and round once.
 AGREE = {"fp32": 2e-4, "tf32x3": 2e-4, "tf32": 2e-3, "bf16": 2.0**-7, "fp16": 2.0**-9}
 
@@ -101,18 +98,8 @@ def _connected(conv: Convolution) -> bool:
     return conv.height * conv.width == 1
 
 
-class Contest(Protocol):
-    """Candidates for one question, ready to run."""
-
-    def time(self, choice: Choice, budget: Budget) -> Timing:
-        """Milliseconds of a call."""
-
-    def error(self, choice: Choice) -> float:
-        """How far its result is from that of the first candidate, of the largest value."""
-
-
 class DeviceContest:
-    """On CuPy's current device, on random operands."""
+    """Candidates for one question, ready to run on CuPy's current device, on random operands."""
 
     def __init__(self, question: Question):
         conv = question.conv
@@ -128,30 +115,28 @@ class DeviceContest:
         self._largest = float(abs(self._expected).max())
 
     def time(self, choice: Choice, budget: Budget) -> Timing:
+        """Milliseconds of a call."""
         with kernel(choice):
             return self._timer.replayed(self._calls, budget)
 
     def error(self, choice: Choice) -> float:
+        """How far its result is from that of the first candidate, of the largest value."""
         with kernel(choice):
             found = cast(self._calls[0](), float32)
         return float(import_cupy().abs(found - self._expected).max()) / self._largest
-
-
-@functools.cache
-def _noise() -> Any:
-    return from_host(np.random.default_rng(0).standard_normal(PERIOD + SHIFTS * ALIGNED, np.float32))
 
 
 _drawn = itertools.count()
 
 
 def _random(shape: Sequence[int], dtype: Any) -> Any:
-    """Normal values that repeat, made on the device."""
-    flat, start = empty(math.prod(shape), float32), next(_drawn) % SHIFTS * ALIGNED
-    for first in range(0, flat.size, PERIOD):
-        part = flat[first : first + PERIOD]
-        copy_into(part, _noise()[start : start + part.size])
-    return cast(flat.reshape(shape), dtype)
+    """Normal values, other ones each time."""
+    return noise(cuda, shape, dtype, next(_drawn), _normals())
+
+
+@functools.cache
+def _normals() -> Any:
+    return cuda.from_host(normals())
 
 
 def race(
@@ -177,7 +162,7 @@ def race(
     return best, times | {choice: base * ratio[choice] for choice in finalists}, Timing(tuple(ratios[best])).spread
 
 
-def answer(question: Question, choices: Sequence[Choice], contest: Contest) -> Row:
+def answer(question: Question, choices: Sequence[Choice], contest: DeviceContest) -> Row:
     """The row of a table: the question, the choice, and what all candidates took.
 
     Raises:
@@ -202,7 +187,7 @@ def tune(
     rows: list[Row],
     save: Callable[[list[Row]], None],
     *,
-    contest: Callable[[Question], Contest] = DeviceContest,
+    contest: Callable[[Question], DeviceContest] = DeviceContest,
     progress: Callable[[str], None] = lambda text: None,
 ) -> list[Row]:
     """Answer what ``rows`` do not answer yet, and save after each answer, so that a run cut off can go on.

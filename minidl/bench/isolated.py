@@ -48,6 +48,17 @@ class Case:
         """The passes that training asks of it."""
         return PASSES if self.needs_input_grad else tuple(name for name in PASSES if name != "backward_data")
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What rows of a result file tell of the layer."""
+        return {
+            "index": self.index,
+            "type": type(self.layer).__name__,
+            "input_shapes": [list(shape) for shape in self.shapes],
+            "output_shape": list(self.layer.output_shape(*self.shapes)),
+            "parameters": sum(prod(spec.shape) for spec in self.layer.specs),
+        }
+
     def cost(self, pass_name: str, itemsize: int) -> PassCost:
         """Least work of a pass here, the addition of the gradient so far included."""
         cost: PassCost = getattr(self.layer.cost(*self.shapes, itemsize=itemsize), pass_name)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from math import prod
 from statistics import median
 from types import ModuleType
 from typing import Any
@@ -116,11 +115,7 @@ def _measured(
     for pass_name, calls in passes.calls().items():
         row = empty_row(title, case.layer.name, pass_name, precision, ops.name, ranks)
         cost = case.cost(pass_name, itemsize)
-        row |= {
-            "type": type(case.layer).__name__,
-            "input_shapes": [list(shape) for shape in case.shapes],
-            "output_shape": list(case.layer.output_shape(*case.shapes)),
-            "parameters": sum(prod(spec.shape) for spec in case.layer.specs),
+        row |= case.facts | {
             "flop": cost.flop,
             "bytes": cost.bytes,
             "kernels": kernel_rows(ops, calls[0], timed=options.kernels),

@@ -6,7 +6,9 @@ import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
@@ -16,16 +18,21 @@ from minidl.memory import Infeasible, Plan, Problem, Timeline, check, problem, r
 from minidl.memory.gaps import NO_WINDOW
 from minidl.memory.limit import parse_limit
 from minidl.memory.limited import FUSIONS
-from minidl.memory.plan import human
+from minidl.memory.plan import human, smallest
 from minidl.memory.planner import StepPlanner
 from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
 from minidl.memory.trace import Trace
 from minidl.memory.visits import candidates, visiting
 from minidl.precision import precision
+from minidl.profile.plots import style
 from minidl.profile.results import load
 from minidl.profile.tables import show
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_GIB = 1 << 30
 _GROUPED = 24  # layers beyond which the table shows groups of them
 
 
@@ -56,7 +63,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
     p.add_argument("--json", metavar="PATH", help="write the plan here")
     p.add_argument("--trace", metavar="PATH", help="write the trace here")
-    p.add_argument("--plot", metavar="PATH", help="draw memory over the steps here, before and after (extra plot)")
+    p.add_argument(
+        "--plot", metavar="PATH", help="picture, .svg or .png, of memory without the plan and with it (extra plot)"
+    )
 
 
 @dataclass(frozen=True)
@@ -91,9 +100,8 @@ def run(a: argparse.Namespace) -> int:
             Path(path).write_text(text() + "\n")
             print(f"wrote {path}")
     if a.plot:
-        from minidl.bench.plan_plot import draw
-
-        print(f"wrote {draw(a.plot, case.problem, plan, limit)}")
+        style.save(_picture(case.problem, plan, limit), a.plot)
+        print(f"wrote {a.plot}")
     return 0
 
 
@@ -115,7 +123,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
         except Infeasible as error:
             errors.append(error)
     if not found:
-        raise min(errors, key=lambda error: error.needed or 0)  # names the smallest limit of all
+        raise smallest(errors)
     predicted = {how: f"{run_.total_ms:.1f} ms" for how, (*_, run_) in found.items()}
     a.fusion = min(found, key=lambda how: found[how][2].total_ms)
     others = [f"{how} {ms}" for how, ms in predicted.items() if how != a.fusion]
@@ -198,6 +206,23 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
         ("decided by", _decided(plan)),
     ):
         print(f"{name:<22}{text}")
+
+
+@style.drawn
+def _picture(problem: Problem, plan: Plan, limit: int) -> Figure:
+    """Memory over the passes of a training step, without a plan and with it."""
+    trace, facts = problem.trace, problem.trace.facts
+    network = f"{facts.get('model', 'network')}, batch {facts.get('batch')}, {facts.get('precision')}"
+    figure, (axes,) = style.page(4.0, "Memory over the passes of a step", network, top=1.1)
+    for used, color, label in (
+        (problem.usage, "#cfd8e3", "without a plan"), (check(trace, plan).device, "#2b6cb0", "planned")
+    ):  # fmt: skip
+        axes.fill_between(range(len(trace)), np.array(used) / _GIB, step="mid", color=color, label=label)
+    axes.axhline(limit / _GIB, color="#c53030", linewidth=1, label="limit")
+    axes.axvline(trace.loss, color=style.MUTED, linewidth=0.8, linestyle=":", label="loss")
+    axes.set(xlabel="pass", ylabel="GiB on the GPU", xlim=(0, len(trace) - 1), ylim=(0, None))
+    style.key(figure, axes.get_legend_handles_labels()[0], 0.72)
+    return figure
 
 
 def _require_host(a: argparse.Namespace, needed: int) -> None:

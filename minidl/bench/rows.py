@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 from minidl.bench.isolated import PASSES, Case
 from minidl.bench.layers import empty_row
 from minidl.bench.network import Kind, NetworkTimes
-from minidl.loss import SoftmaxCrossEntropy
 from minidl.messages import factors
-from minidl.model import Model
-from minidl.optim import SGD
 from minidl.profile import roofline
 from minidl.profile.cost import PassCost
 from minidl.profile.results import Row
@@ -23,21 +19,13 @@ from minidl.segments import Message
 _KINDS = {"step": "eager", "graph_step": "captured"}
 
 
-class Running(Protocol):
-    """What trains: a `TrainingStep`, or a `Trainer`."""
-
-    model: Model
-    loss: SoftmaxCrossEntropy
-    optimizer: SGD
-
-
 @dataclass(frozen=True)
 class Table:
     """What the rows of one network are made from.
 
     Attributes:
         title: the rows' case.
-        step: whose model, loss, optimizer and communicator the rows are of: a training step or a trainer.
+        step: whose model, loss and optimizer the rows are of: a `TrainingStep` or a `Trainer`.
         batch: samples of this rank.
         cases: of all layers, in network order.
         isolated: rows of `minidl.bench.layers.measure`; may be empty.
@@ -49,7 +37,7 @@ class Table:
     """
 
     title: str
-    step: Running
+    step: Any
     batch: int
     cases: Sequence[Case]
     isolated: Sequence[Row]
@@ -123,7 +111,7 @@ def _pass_row(table: Table, case: Case, name: str, row: Row | None) -> Row | Non
     if row is None and not any(key in kind.passes for kind in kinds.values()):
         return None
     if row is None:
-        row = table.new(*key) | _facts(case)
+        row = table.new(*key) | case.facts
         cost = case.cost(name, table.itemsize)
         row |= {"flop": cost.flop, "bytes": cost.bytes}
         if cost == PassCost():
@@ -135,26 +123,10 @@ def _pass_row(table: Table, case: Case, name: str, row: Row | None) -> Row | Non
     if name == "forward":
         row["saved_bytes"] = table.saved.get(case.layer.name, 0)
     if key in table.absorbed:
-        row |= {
-            "ms": 0.0,
-            "spread": 0.0,
-            "timing": None,
-            "in": table.absorbed[key],
-            "rank_ms": None,
-            "slowest_rank": None,
-        }
+        row |= {"ms": 0.0, "spread": 0.0, "in": table.absorbed[key]}
+        row |= dict.fromkeys(("timing", "rank_ms", "slowest_rank"))
     roofline.fill(row, table.ceilings, matrix=any(spec.product for spec in case.layer.specs))
     return row
-
-
-def _facts(case: Case) -> dict[str, Any]:
-    return {
-        "index": case.index,
-        "type": type(case.layer).__name__,
-        "input_shapes": [list(shape) for shape in case.shapes],
-        "output_shape": list(case.layer.output_shape(*case.shapes)),
-        "parameters": sum(prod(spec.shape) for spec in case.layer.specs),
-    }
 
 
 # -- messages ---------------------------------------------------------------------------------------------------------
@@ -170,22 +142,14 @@ def _message_rows(table: Table) -> list[Row]:
     for message in table.step.model.arena.messages:
         carrier = message.layers[-1]
         for name in message.layers:
-            row = table.new(name, "all_reduce") | _facts(cases[name])
-            row |= (
-                _carried(table, message, cases[name]) if name == carrier else {"ms": 0.0, "spread": 0.0, "in": carrier}
-            )
-            case = cases[name]
+            case, segments = cases[name], table.step.model.arena.segments
+            row = table.new(name, "all_reduce") | case.facts
+            row |= _carried(table, message, case) if name == carrier else {"ms": 0.0, "spread": 0.0, "in": carrier}
             flop = sum(case.cost(p, table.itemsize).flop for p in case.asked)
-            wire = _wire_bytes(table, case, _gradient_bytes(table.step, name))
+            wire = _wire_bytes(table, case, sum(4 * s.size for s in segments if s.layer == name and s.trainable))
             row |= {"wire_bytes": wire, "communication_intensity": roofline.communication_intensity(flop, wire)}
             rows.append(row)
     return rows
-
-
-def _gradient_bytes(step: Running, layer: str) -> int:
-    return sum(
-        4 * segment.size for segment in step.model.arena.segments if segment.layer == layer and segment.trainable
-    )
 
 
 def _wire_bytes(table: Table, case: Case, gradient_bytes: int) -> float:
@@ -237,10 +201,7 @@ def _other_rows(table: Table) -> list[Row]:
     step, kinds, itemsize = table.step, _kinds(table.times), table.itemsize
     logits = (table.batch, *step.model.output_node.shape)
     loss = step.loss.cost(logits, itemsize=itemsize)
-    costs = {
-        ("loss", "forward"): loss.forward,
-        ("loss", "backward_data"): loss.backward_data,
-    }
+    costs = {("loss", "forward"): loss.forward, ("loss", "backward_data"): loss.backward_data}
     if step.model.comm.size > 1:
         costs["loss", "wait"] = PassCost()  # the ranks' totals are joined before the first gradient can be scaled
     costs["optimizer", "update"] = step.optimizer.cost()

@@ -12,7 +12,7 @@ from minidl.bench.isolated import Case, cases
 from minidl.bench.launches import absorbed, launches
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.setup import Setup
-from minidl.bench.step import SavedBytes, TrainingStep
+from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.fusion import fuse
 from minidl.precision import Precision
@@ -21,6 +21,7 @@ from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
 from minidl.profile.energy import Energy, Meter, clock_warnings
 from minidl.profile.results import Row, result
+from minidl.summary import SavedBytes
 
 CONVENTIONS = (
     "FLOP: 2 per multiply-add, whole batch of one rank. MB and GB/s: 10^6 and 10^9 bytes; bytes are the fewest a pass "
@@ -143,7 +144,11 @@ def merged(contents: Sequence[dict[str, Any]]) -> dict[str, Any]:
     points = [
         {"case": c["rows"][0]["case"], **{key: c[key] for key in ("setup", "step", "warnings")}} for c in contents
     ]
-    rows = [_without_samples(row) for content in contents for row in content["rows"]]
+    rows = [
+        row | {"timings": {way: record and record | {"samples_ms": []} for way, record in row["timings"].items()}}
+        for content in contents
+        for row in content["rows"]
+    ]
     common = {key: first[key] for key in ("ceilings", "conventions")}
     warnings = [f"{p['case']} {p['setup']['precision']}: {text}" for p in points for text in p["warnings"]]
     return result(first["benchmark"], rows, first["machine"], **common, points=points, warnings=warnings)
@@ -186,19 +191,12 @@ def step_record(times: network.NetworkTimes, batch: int, ranks: int) -> dict[str
 
 
 def _closure(step: dict[str, Any], setup: Setup) -> list[str]:
-    found = []
-    for name in ("eager", "graph"):
-        share = step[f"{name}_accounted"]
-        if share is not None and share < _LEAST_ACCOUNTED[setup.device]:
-            found.append(
-                f"the layers account for only {share:.1%} of the {name} step; the rest is launching and waiting"
-            )
-    return found
-
-
-def _without_samples(row: Row) -> Row:
-    timings = {way: record and record | {"samples_ms": []} for way, record in row["timings"].items()}
-    return row | {"timings": timings}
+    shares = {name: step[f"{name}_accounted"] for name in ("eager", "graph")}
+    return [
+        f"the layers account for only {share:.1%} of the {name} step; the rest is launching and waiting"
+        for name, share in shares.items()
+        if share is not None and share < _LEAST_ACCOUNTED[setup.device]
+    ]
 
 
 def beyond_roof(rows: Sequence[Row]) -> list[str]:

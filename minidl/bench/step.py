@@ -24,19 +24,6 @@ from minidl.store import TensorStore
 LR, MOMENTUM, DECAY = 0.01, 0.9, 1e-4
 
 
-class SavedBytes(TensorStore):
-    """A store that notes how many bytes each layer was the first to keep."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.by_layer: dict[str, int] = {}
-
-    def save(self, owner: str, items: Any) -> None:
-        before = self.saved_bytes
-        super().save(owner, items)
-        self.by_layer[owner] = self.saved_bytes - before
-
-
 @dataclass(frozen=True)
 class Replay:
     """A captured step. Each call launches it once more in its room; ``totals`` are those of the last replay."""

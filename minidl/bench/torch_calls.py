@@ -7,7 +7,6 @@ captured; so the forward pass that is kept is made anew when calls come from ano
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -334,7 +333,7 @@ def captured(calls: Sequence[Call], side: Any = None) -> Iterator[Call | None]:
 
 
 def _repeated(body: Call, calls: int, budget: Budget) -> Timing:
-    """Time per call where ``body`` makes ``calls`` of them; repeated until a sample is long enough."""
+    """Time per call where ``body`` makes ``calls`` of them."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
 
     def elapsed(repeats: int) -> float:
@@ -345,9 +344,7 @@ def _repeated(body: Call, calls: int, budget: Budget) -> Timing:
         stop.synchronize()
         return start.elapsed_time(stop)
 
-    repeats = max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3)))
-    elapsed(repeats)
-    return budget.take(lambda: elapsed(repeats) / (repeats * calls))
+    return budget.per_call(elapsed, calls)
 
 
 def peer_ms(

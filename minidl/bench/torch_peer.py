@@ -22,17 +22,9 @@ from minidl.profile import ceilings
 from minidl.profile.results import result
 
 __all__ = [
-    "JOINT",
-    "TorchGraph",
-    "bench_command",
-    "bench_module",
-    "from_nhwc",
-    "layer_calls",
-    "load",
-    "peer_ms",
-    "time_calls",
+    "JOINT", "TorchGraph", "bench_command", "bench_module", "from_nhwc", "layer_calls", "load", "peer_ms", "time_calls",
     "twin",
-]
+]  # fmt: skip
 
 CONVENTIONS = (
     "Modules of PyTorch that call no other, each pass alone. FLOP: 2 per multiply-add, whole batch; bytes: the fewest "

@@ -26,16 +26,9 @@ def adam_advance(control: Array, record: Array) -> None:
 
 
 def adamw_update(
-    master: Array,
-    grad: Array,
-    first: Array,
-    second: Array,
-    working: Array | None,
-    segment_of: Array,
-    segments: Array,
-    control: Array,
-    record: Array,
-) -> None:
+    master: Array, grad: Array, first: Array, second: Array, working: Array | None, segment_of: Array, segments: Array,
+    control: Array, record: Array,
+) -> None:  # fmt: skip
     """One step of AdamW in place; nothing changes when ``control`` says nonfinite.
 
     Args:
@@ -72,16 +65,9 @@ def _norms(squares: Array, bounds: Array) -> Array:
 
 
 def lars_update(
-    master: Array,
-    grad: Array,
-    momentum: Array,
-    working: Array | None,
-    segment_of: Array,
-    segments: Array,
-    norms: Array,
-    control: Array,
-    record: Array,
-) -> None:
+    master: Array, grad: Array, momentum: Array, working: Array | None, segment_of: Array, segments: Array,
+    norms: Array, control: Array, record: Array,
+) -> None:  # fmt: skip
     """One step of LARS in place: ``buf = momentum * buf + trust * (g + decay * w)``, ``w -= lr * buf``.
 
     Args:
@@ -97,16 +83,9 @@ def lars_update(
 
 
 def lamb_moments(
-    master: Array,
-    grad: Array,
-    first: Array,
-    second: Array,
-    segment_of: Array,
-    segments: Array,
-    bounds: Array,
-    control: Array,
-    record: Array,
-) -> Array:
+    master: Array, grad: Array, first: Array, second: Array, segment_of: Array, segments: Array, bounds: Array,
+    control: Array, record: Array,
+) -> Array:  # fmt: skip
     """The first half of a step of LAMB: moments in place; (S, 2) float32, the norms of weights and of directions.
 
     Args:
@@ -121,16 +100,9 @@ def lamb_moments(
 
 
 def lamb_update(
-    master: Array,
-    first: Array,
-    second: Array,
-    working: Array | None,
-    segment_of: Array,
-    segments: Array,
-    norms: Array,
-    control: Array,
-    record: Array,
-) -> None:
+    master: Array, first: Array, second: Array, working: Array | None, segment_of: Array, segments: Array, norms: Array,
+    control: Array, record: Array,
+) -> None:  # fmt: skip
     """The second half of a step of LAMB: ``w -= lr * |w| / |u| * u``, norms as `lamb_moments` gave them."""
     _check(master, segment_of, first, second, working)
     if control[_NONFINITE] == 0:

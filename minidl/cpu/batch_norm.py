@@ -29,13 +29,9 @@ def batch_norm_stats(x: Array, *, finish: bool = True) -> Array:
 
 
 def batch_norm_finalize(
-    stats: Array,
-    eps: float,
-    *,
-    running_mean: Array | None = None,
-    running_var: Array | None = None,
+    stats: Array, eps: float, *, running_mean: Array | None = None, running_var: Array | None = None,
     momentum: float = 0.1,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """Merge statistics in row order and turn them into what normalization needs.
 
     Args:
@@ -77,18 +73,10 @@ def batch_norm_eval_moments(running_mean: Array, running_var: Array, eps: float)
 
 
 def batch_norm_apply(
-    x: Array,
-    moments: Array,
-    gamma: Array | None = None,
-    beta: Array | None = None,
-    *,
-    add: Array | None = None,
-    add_moments: Array | None = None,
-    add_gamma: Array | None = None,
-    add_beta: Array | None = None,
-    relu: bool = False,
+    x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *, add: Array | None = None,
+    add_moments: Array | None = None, add_gamma: Array | None = None, add_beta: Array | None = None, relu: bool = False,
     out: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """``(x - mean) * rstd * gamma + beta``, then ``+ add``, then ``max(., 0)``; float32 with one rounding at the end.
 
     Args:
@@ -120,16 +108,9 @@ def batch_norm_apply(
 
 
 def batch_norm_join(
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    add: Array,
-    *,
-    add_moments: Array | None = None,
-    add_gamma: Array | None = None,
-    add_beta: Array | None = None,
-) -> tuple[Array, None]:
+    x: Array, moments: Array, gamma: Array | None, beta: Array | None, add: Array, *, add_moments: Array | None = None,
+    add_gamma: Array | None = None, add_beta: Array | None = None,
+) -> tuple[Array, None]:  # fmt: skip
     """`batch_norm_apply` with ``add`` and ReLU; a GPU's kernels leave the signs of the result beside it."""
     affine = {"add_moments": add_moments, "add_gamma": add_gamma, "add_beta": add_beta}
     return batch_norm_apply(x, moments, gamma, beta, add=add, **affine, relu=True), None
@@ -143,14 +124,9 @@ def batch_norm_activate(
 
 
 def batch_norm_backward_stats(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
+    dy: Array, x: Array, moments: Array, *, dgamma: Array | None = None, dbeta: Array | None = None,
     accumulate: bool = False,
-) -> Array:
+) -> Array:  # fmt: skip
     """The two sums of the backward pass.
 
     Args:
@@ -168,12 +144,7 @@ def batch_norm_backward_stats(
 
 
 def batch_norm_backward_sums(
-    parts: Array,
-    moments: Array,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
-    accumulate: bool = False,
+    parts: Array, moments: Array, *, dgamma: Array | None = None, dbeta: Array | None = None, accumulate: bool = False
 ) -> Array:
     """What `batch_norm_backward_stats` returns and writes, from what `conv2d_backward_data_masked` left for it."""
     sums = parts
@@ -183,18 +154,9 @@ def batch_norm_backward_sums(
 
 
 def batch_norm_activate_backward_stats(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
-    accumulate: bool = False,
-) -> Array:
+    dy: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None, function: str = "relu",
+    slope: float = 0.0, *, dgamma: Array | None = None, dbeta: Array | None = None, accumulate: bool = False,
+) -> Array:  # fmt: skip
     """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
 
     ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
@@ -205,15 +167,9 @@ def batch_norm_activate_backward_stats(
 
 
 def batch_norm_join_backward_stats(
-    dy: Array,
-    y: Array,
-    x: Array,
-    moments: Array,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
+    dy: Array, y: Array, x: Array, moments: Array, *, dgamma: Array | None = None, dbeta: Array | None = None,
     accumulate: bool = False,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``.
 
     ``y`` is the output of a ReLU over a sum with this batch norm in it; the other summands get ``g`` too.
@@ -223,15 +179,9 @@ def batch_norm_join_backward_stats(
 
 
 def batch_norm_backward_apply(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    sums: Array | None,
-    count: Array | None,
-    *,
+    dy: Array, x: Array, moments: Array, gamma: Array | None, sums: Array | None, count: Array | None, *,
     add: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """``gamma * rstd * (dy - sums[0] / count - xhat * sums[1] / count)``, plus ``add``.
 
     With ``sums`` and ``count`` None (evaluation mode, where the moments are constants) it is ``gamma * rstd * dy``.
@@ -255,15 +205,9 @@ def batch_norm_backward_apply(
 
 
 def batch_norm_backward_apply_stats(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    sums: Array,
-    count: Array,
-    other: Array,
+    dy: Array, x: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, other: Array,
     other_moments: Array,
-) -> tuple[Array, Array]:
+) -> tuple[Array, Array]:  # fmt: skip
     """`batch_norm_backward_apply`, and `batch_norm_backward_stats` of ``dy`` with a second batch norm's input.
 
     Args:
@@ -277,18 +221,9 @@ def batch_norm_backward_apply_stats(
 
 
 def batch_norm_activate_backward_apply(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    sums: Array | None,
-    count: Array | None,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    add: Array | None = None,
-) -> Array:
+    dy: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None, sums: Array | None,
+    count: Array | None, function: str = "relu", slope: float = 0.0, *, add: Array | None = None,
+) -> Array:  # fmt: skip
     """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
     masked = _masked(dy, x, moments, gamma, beta, function, slope)
     return stored(batch_norm_backward_apply(masked, x, moments, gamma, sums, count, add=add), dy.shape, dy.dtype)

@@ -25,20 +25,10 @@ _NO_ROOM = np.empty(0, float32)
 
 
 def csb_matmul(
-    indptr: Array,
-    indices: Array,
-    values: Array,
-    x: Array,
-    shape: Pair,
-    side: int,
-    *,
-    transposed: bool = False,
-    features_last: bool = False,
-    bias: Array | None = None,
-    relu: bool = False,
-    split: str | None = None,
+    indptr: Array, indices: Array, values: Array, x: Array, shape: Pair, side: int, *, transposed: bool = False,
+    features_last: bool = False, bias: Array | None = None, relu: bool = False, split: str | None = None,
     order: Array | None = None,
-) -> Array:
+) -> Array:  # fmt: skip
     """``A @ x``, or ``A.T @ x`` if ``transposed``, then + bias and ReLU; sums in float32, rounded once.
 
     Args:
@@ -79,18 +69,9 @@ def csb_matmul(
 
 
 def csb_sampled(
-    indptr: Array,
-    indices: Array,
-    dy: Array,
-    x: Array,
-    shape: Pair,
-    side: int,
-    *,
-    features_last: bool = False,
-    out: Array,
-    accumulate: bool = False,
-    split: str | None = None,
-) -> None:
+    indptr: Array, indices: Array, dy: Array, x: Array, shape: Pair, side: int, *, features_last: bool = False,
+    out: Array, accumulate: bool = False, split: str | None = None,
+) -> None:  # fmt: skip
     """The gradient of the values: ``out`` (nnz,) float32 = ``dy @ x.T`` at the pattern only; overwritten, or added to.
 
     Args:

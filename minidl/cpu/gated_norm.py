@@ -22,13 +22,7 @@ def batch_norm_means(
 
 
 def batch_norm_gate(
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    gate: Array,
-    function: str,
-    slope: float = 0.0,
+    x: Array, moments: Array, gamma: Array | None, beta: Array | None, gate: Array, function: str, slope: float = 0.0
 ) -> Array:
     """What ``batch_norm_activate`` makes of x (N, ..., C), times a ``gate`` (N, 1, ..., 1, C); rounded once."""
     y = _samples(_activated(x, moments, gamma, beta, function, slope), x)
@@ -36,13 +30,7 @@ def batch_norm_gate(
 
 
 def batch_norm_gate_gradient(
-    dz: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    function: str,
-    slope: float = 0.0,
+    dz: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None, function: str, slope: float = 0.0
 ) -> tuple[Array, Array]:
     """The gradient of the gate of `batch_norm_gate`, and sums that its batch norm needs later, in one pass.
 
@@ -64,16 +52,9 @@ def batch_norm_gate_gradient(
 
 
 def batch_norm_gate_backward_stats(
-    sums: Array,
-    gate: Array,
-    dmean: Array,
-    pixels: int,
-    moments: Array,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
-    accumulate: bool = False,
-) -> Array:
+    sums: Array, gate: Array, dmean: Array, pixels: int, moments: Array, *, dgamma: Array | None = None,
+    dbeta: Array | None = None, accumulate: bool = False,
+) -> Array:  # fmt: skip
     """`batch_norm_backward_stats` behind `batch_norm_gate` and `batch_norm_means`, from what `batch_norm_gate_gradient`
     left of images of so many ``pixels``: the gradient of the activation's output is ``dz*gate + dmean/pixels``.
     """
@@ -86,18 +67,9 @@ def batch_norm_gate_backward_stats(
 
 
 def batch_norm_gate_backward_apply(
-    dz: Array,
-    gate: Array,
-    dmean: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None,
-    beta: Array | None,
-    sums: Array | None,
-    count: Array | None,
-    function: str,
-    slope: float = 0.0,
-) -> Array:
+    dz: Array, gate: Array, dmean: Array, x: Array, moments: Array, gamma: Array | None, beta: Array | None,
+    sums: Array | None, count: Array | None, function: str, slope: float = 0.0,
+) -> Array:  # fmt: skip
     """``batch_norm_activate_backward_apply`` of the gradient ``dz*gate + dmean/pixels``, which is never written."""
     g = _samples(rows_float32(dz), x)
     dy = g * rows_float32(gate)[:, None] + rows_float32(dmean)[:, None] / np.float32(max(g.shape[1], 1))

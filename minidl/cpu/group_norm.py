@@ -48,15 +48,9 @@ def group_norm_apply(x: Array, moments: Array, gamma: Array | None = None, beta:
 
 
 def group_norm_backward_stats(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    gamma: Array | None = None,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
-    accumulate: bool = False,
-) -> Array:
+    dy: Array, x: Array, moments: Array, gamma: Array | None = None, *, dgamma: Array | None = None,
+    dbeta: Array | None = None, accumulate: bool = False,
+) -> Array:  # fmt: skip
     """Parameter gradients (C,) float32 where asked for, overwritten or added to, and what the data gradient needs.
 
     Returns:

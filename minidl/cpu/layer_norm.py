@@ -29,14 +29,9 @@ def layer_norm(x: Array, gamma: Array | None = None, beta: Array | None = None, 
 
 
 def layer_norm_backward_weight(
-    dy: Array,
-    x: Array,
-    moments: Array,
-    *,
-    dgamma: Array | None = None,
-    dbeta: Array | None = None,
+    dy: Array, x: Array, moments: Array, *, dgamma: Array | None = None, dbeta: Array | None = None,
     accumulate: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """``dgamma`` (C,) float32 = sum over rows of ``dy * xhat``, ``dbeta`` = sum of ``dy``; overwritten, or added to."""
     g, v = rows_float32(dy), rows_float32(x)
     sums = empty((ceil_div(v.shape[0], _CHUNK), 2, v.shape[1]), float32)

@@ -92,16 +92,9 @@ def smoothed_cross_entropy(
 
 
 def smoothed_cross_entropy_backward(
-    logits: Array,
-    labels: Array,
-    lse: Array,
-    totals: Array,
-    weights: Array | None = None,
-    scale: Array | None = None,
-    *,
-    smoothing: float,
-    ignore_index: int,
-) -> Array:
+    logits: Array, labels: Array, lse: Array, totals: Array, weights: Array | None = None, scale: Array | None = None,
+    *, smoothing: float, ignore_index: int,
+) -> Array:  # fmt: skip
     """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
 
     Args:

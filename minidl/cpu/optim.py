@@ -18,16 +18,9 @@ _LARGEST_SCALE = 2.0**24
 
 
 def sgd_update(
-    master: Array,
-    grad: Array | None,
-    momentum: Array | None,
-    working: Array | None,
-    segment_of: Array,
-    segments: Array,
-    control: Array,
-    *,
-    nesterov: bool,
-) -> None:
+    master: Array, grad: Array | None, momentum: Array | None, working: Array | None, segment_of: Array,
+    segments: Array, control: Array, *, nesterov: bool,
+) -> None:  # fmt: skip
     """One step of stochastic gradient descent in place; nothing changes when ``control`` says nonfinite.
 
     ``g = grad / loss_scale + weight_decay * w``; ``buf = (momentum * buf + weight_decay * w) + grad / loss_scale``;

@@ -155,15 +155,9 @@ def avg_pool2d(
 
 
 def avg_pool2d_backward(
-    dy: Array,
-    x_shape: Sequence[int],
-    *,
-    kernel: Pair,
-    stride: Pair,
-    padding: Pair,
-    ceil_mode: bool,
+    dy: Array, x_shape: Sequence[int], *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool,
     count_include_pad: bool,
-) -> Array:
+) -> Array:  # fmt: skip
     """Gradient of `avg_pool2d` for ``x`` of shape ``x_shape``."""
     return _mean_backward(dy, x_shape, *_windows(x_shape, kernel, stride, padding, ceil_mode, count_include_pad))
 

@@ -39,15 +39,9 @@ def soft_cross_entropy(
 
 
 def soft_cross_entropy_backward(
-    logits: Array,
-    targets: Array,
-    lse: Array,
-    totals: Array,
-    weights: Array | None = None,
-    scale: Array | None = None,
-    *,
-    smoothing: float = 0.0,
-) -> Array:
+    logits: Array, targets: Array, lse: Array, totals: Array, weights: Array | None = None, scale: Array | None = None,
+    *, smoothing: float = 0.0,
+) -> Array:  # fmt: skip
     """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
 
     Args:

@@ -1,7 +1,7 @@
 """The CUDA operation table: hand-written kernels, compiled by NVRTC, launched through CuPy.
 
-The same names with the same signatures as :mod:`minidl.cpu`. Importing it needs neither a GPU nor CuPy; the first array
-does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
+The same names with the same signatures as :mod:`minidl.cpu`, where each operation's contract stands. Importing it needs
+neither a GPU nor CuPy; the first array does. Inside `minidl.cuda.launch.dry_run` the whole table runs without either.
 """
 
 from __future__ import annotations
@@ -23,17 +23,7 @@ from minidl.cuda.adaptive import (
     lars_update,
     segment_norms,
 )
-from minidl.cuda.array import (
-    assign,
-    cast,
-    contiguous,
-    copy_into,
-    empty,
-    from_host,
-    synchronize,
-    to_host,
-    zeros,
-)
+from minidl.cuda.array import assign, cast, contiguous, copy_into, empty, from_host, synchronize, to_host, zeros
 from minidl.cuda.convolution.conv2d import (
     channel_sum,
     conv2d,

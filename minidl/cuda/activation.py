@@ -28,12 +28,7 @@ def struct_of(name: str) -> str:
 
 
 def activate(x: Any, function: str, slope: float = 0.0) -> Any:
-    """``function(x)``, any shape; NaN stays NaN.
-
-    Args:
-        function: "relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh" or "hardswish".
-        slope: of "leaky_relu" below zero.
-    """
+    """As `minidl.cpu.activation.activate`."""
     defines = {"FORWARD": 1, "DTYPE": dtype_code(x, function), "FUNCTION": struct_of(function)}
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
@@ -45,11 +40,7 @@ def activate(x: Any, function: str, slope: float = 0.0) -> Any:
 
 
 def activate_backward(dy: Any, kept: Any, function: str, slope: float = 0.0, *, add: Any = None) -> Any:
-    """``dy`` times the slope of ``function``, plus ``add`` (all of one shape and dtype).
-
-    Args:
-        kept: the output of "relu", "relu6", "leaky_relu", "sigmoid" and "tanh"; the input of the others.
-    """
+    """As `minidl.cpu.activation.activate_backward`."""
     defines = {"DTYPE": dtype_code(dy, function, "dy"), "FUNCTION": struct_of(function), "ADD": int(add is not None)}
     operands = (dy, kept) if add is None else (dy, kept, add)
     assert all(x.shape == dy.shape and x.dtype == dy.dtype for x in operands), [checks.describe(x) for x in operands]

@@ -30,33 +30,15 @@ def _updating(who: str, working: Any | None, n: int) -> dict[str, int | str]:
 
 
 def adam_advance(control: Any, record: Any) -> None:
-    """Before an update: count the step and set its corrections, unless ``control`` says nonfinite.
-
-    Args:
-        record: (8,) float32 [beta1, beta2, eps, step, 1 - beta1^step, 1 - beta2^step, trust coefficient, 0].
-    """
+    """As `minidl.cpu.adaptive.adam_advance`."""
     launch("adaptive", "adam_advance", 1, 1, control, record, defines={"WORKING": 0})
 
 
 def adamw_update(
-    master: Any,
-    grad: Any,
-    first: Any,
-    second: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    control: Any,
+    master: Any, grad: Any, first: Any, second: Any, working: Any | None, segment_of: Any, segments: Any, control: Any,
     record: Any,
-) -> None:
-    """One step of AdamW in place; nothing changes when ``control`` says nonfinite.
-
-    Args:
-        master, grad, first, second: (n,) float32 slices of arenas, n a multiple of 64.
-        working: (n,) in the storage dtype, receives the rounded master; may be None.
-        segment_of: (n / 64,) int32; segments: (S, 4) float32 rows [lr_scale, weight_decay, momentum_scale, trust].
-        control, record: see `sgd_update` and `adam_advance`.
-    """
+) -> None:  # fmt: skip
+    """As `minidl.cpu.adaptive.adamw_update`."""
     n = master.size
     arenas = {"master": master, "grad": grad, "first": first, "second": second}
     _check("adamw_update", n, segment_of, segments, control, record, **arenas)
@@ -65,12 +47,7 @@ def adamw_update(
 
 
 def segment_norms(master: Any, grad: Any, bounds: Any, control: Any) -> Any:
-    """(S, 2) float32: the norms of the weights and of the gradients, without the loss scale, of S segments.
-
-    Args:
-        master, grad: (n,) float32 slices of arenas that hold just these segments.
-        bounds: (S + 1,) int32, the chunks of 64 elements of the arena at which the segments begin, and the end.
-    """
+    """As `minidl.cpu.adaptive.segment_norms`."""
     n = master.size
     check_arena("segment_norms", "master", master, n)
     check_arena("segment_norms", "grad", grad, n)
@@ -88,22 +65,10 @@ def _norms(partial: Any, bounds: Any) -> Any:
 
 
 def lars_update(
-    master: Any,
-    grad: Any,
-    momentum: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    norms: Any,
-    control: Any,
-    record: Any,
-) -> None:
-    """One step of LARS in place: ``buf = momentum * buf + trust * (g + decay * w)``, ``w -= lr * buf``.
-
-    Args:
-        norms: (S, 2) of `segment_norms`, a row for each of ``segments``.
-        others: as `adamw_update`.
-    """
+    master: Any, grad: Any, momentum: Any, working: Any | None, segment_of: Any, segments: Any, norms: Any,
+    control: Any, record: Any,
+) -> None:  # fmt: skip
+    """As `minidl.cpu.adaptive.lars_update`."""
     n = master.size
     _check("lars_update", n, segment_of, segments, control, record, master=master, grad=grad, momentum=momentum)
     args = (master, grad, momentum, working, segment_of, segments, norms, control, record, np.int64(n))
@@ -111,22 +76,10 @@ def lars_update(
 
 
 def lamb_moments(
-    master: Any,
-    grad: Any,
-    first: Any,
-    second: Any,
-    segment_of: Any,
-    segments: Any,
-    bounds: Any,
-    control: Any,
+    master: Any, grad: Any, first: Any, second: Any, segment_of: Any, segments: Any, bounds: Any, control: Any,
     record: Any,
-) -> Any:
-    """The first half of a step of LAMB: moments in place; (S, 2) float32, the norms of weights and of directions.
-
-    Args:
-        bounds: as `segment_norms`.
-        others: as `adamw_update`.
-    """
+) -> Any:  # fmt: skip
+    """As `minidl.cpu.adaptive.lamb_moments`."""
     n = master.size
     arenas = {"master": master, "grad": grad, "first": first, "second": second}
     _check("lamb_moments", n, segment_of, segments, control, record, **arenas)
@@ -137,16 +90,9 @@ def lamb_moments(
 
 
 def lamb_update(
-    master: Any,
-    first: Any,
-    second: Any,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    norms: Any,
-    control: Any,
+    master: Any, first: Any, second: Any, working: Any | None, segment_of: Any, segments: Any, norms: Any, control: Any,
     record: Any,
-) -> None:
+) -> None:  # fmt: skip
     """The second half of a step of LAMB: ``w -= lr * |w| / |u| * u``, norms as `lamb_moments` gave them."""
     n = master.size
     _check("lamb_update", n, segment_of, segments, control, record, master=master, first=first, second=second)
@@ -171,11 +117,7 @@ def gradient_square(grad: Any) -> Any:
 
 
 def clip_norm(grad: Any, square: Any, limit: float, control: Any) -> None:
-    """Scale ``grad`` in place so that its norm is at most ``limit``, times the loss scale of ``control``.
-
-    Args:
-        square: (1,) float64, the sum of squares that counts: of `gradient_square`, or of several arenas together.
-    """
+    """As `minidl.cpu.adaptive.clip_norm`."""
     check_arena("clip_norm", "grad", grad, grad.size)
     args = (grad, square, control, np.float32(limit), np.int64(grad.size))
     launch("adaptive", "clip_norm", _over(grad.size), BLOCK, *args, defines={"WORKING": 0})

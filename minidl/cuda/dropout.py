@@ -17,18 +17,7 @@ SPANS = 3  # per thread
 
 
 def dropout(x: Any, p: float, key: Any, stream: int, *, whole: bool = False) -> Any:
-    """Zero each element of ``x`` (N, ...) with probability ``p`` and scale the others by ``1 / (1 - p)``.
-
-    Element e of sample n is kept when word ``e % 4`` of the Philox counter ``(e // 4, first_sample + n, step, stream)``
-    under the key ``(seed_low, seed_high)`` is at least ``ceil(p * 2**32)``. The backward pass is this function
-    on dy.
-
-    Args:
-        p: in [0, 1].
-        key: (4,) uint32 ``[seed_low, seed_high, step, first_sample]``.
-        stream: 32-bit number of the layer.
-        whole: element 0 of a sample decides for all of it.
-    """
+    """As `minidl.cpu.dropout.dropout`."""
     x = as_rows(x)
     threshold = math.ceil(p * 2.0**32)
     if threshold >= 2**32:  # no word is that large: nothing is kept

@@ -19,12 +19,7 @@ _SOURCES = {np.dtype(np.uint8): "u8", float32: "float"}
 
 
 def normalise(images: Any, scale: Any, shift: Any, dtype: Any) -> Any:
-    """``images * scale + shift`` in float32, rounded to ``dtype``; a dense array.
-
-    Args:
-        images: (N, H, W, C) uint8 or float32.
-        scale, shift: (C,) float32.
-    """
+    """As `minidl.cpu.image.normalise`."""
     images = contiguous(images)
     out = empty(images.shape, dtype)
     vec = ACCESS // out.itemsize if address(images) % ACCESS == 0 else 1

@@ -20,11 +20,7 @@ def add(a: Any, b: Any) -> Any:
 
 
 def mul(a: Any, b: Any) -> Any:
-    """``a * b`` of one dtype, multiplied in float32 and rounded once.
-
-    Args:
-        b: like ``a``; or a gate (N, 1, ..., 1, C), one number for each sample and channel of ``a`` (N, ..., C).
-    """
+    """As `minidl.cpu.join.mul`."""
     return _join(a, b, "mul") if a.shape == b.shape else _gated(a, b)
 
 
@@ -40,10 +36,7 @@ def _join(a: Any, b: Any, name: str) -> Any:
 
 
 def gate_backward(dy: Any, gate: Any, dmean: Any) -> Any:
-    """The gradient of an image ``a`` (N, ..., C) from that of ``mul(a, gate)`` and that of its mean over all pixels.
-
-    ``dy * gate + dmean / pixels``, rounded once; ``gate`` and ``dmean`` are (N, 1, ..., 1, C).
-    """
+    """As `minidl.cpu.join.gate_backward`."""
     return _gated(dy, gate, dmean)
 
 

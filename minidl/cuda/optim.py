@@ -50,29 +50,10 @@ def rounding(who: str, working: Any | None, n: int) -> dict[str, int | str]:
 
 
 def sgd_update(
-    master: Any,
-    grad: Any | None,
-    momentum: Any | None,
-    working: Any | None,
-    segment_of: Any,
-    segments: Any,
-    control: Any,
-    *,
-    nesterov: bool,
-) -> None:
-    """One step of stochastic gradient descent with momentum and weight decay, in place.
-
-    Args:
-        master: (n,) float32 weights, n a multiple of 64; updated.
-        grad: (n,) float32, still multiplied by the loss scale. None: `sgd_begin` came before, the momentum holds the
-            gradient already, and is only read.
-        momentum: (n,) float32 buffer, updated, or None.
-        working: (n,) storage dtype, gets the rounded weights, or None.
-        segment_of: (n / 64,) int32, the segment of each chunk of 64 elements.
-        segments: (S, 4) float32 rows [lr_scale, weight_decay, momentum_scale, 0].
-        control: (8,) float32 [lr, momentum, loss_scale, nonfinite, ...]. Nothing changes while nonfinite is not zero.
-        nesterov: look ahead along the buffer; needs ``momentum``.
-    """
+    master: Any, grad: Any | None, momentum: Any | None, working: Any | None, segment_of: Any, segments: Any,
+    control: Any, *, nesterov: bool,
+) -> None:  # fmt: skip
+    """As `minidl.cpu.optim.sgd_update`."""
     n = master.size
     if grad is None and (momentum is None or nesterov):
         raise checks.bad_value("sgd_update", "grad", "an array without momentum or with nesterov", None)
@@ -86,15 +67,7 @@ def sgd_update(
 
 
 def sgd_begin(master: Any, momentum: Any, segment_of: Any, segments: Any, control: Any) -> None:
-    """``momentum = momentum_factor * momentum + weight_decay * master``, in place: gradients are then added to it.
-
-    With `sgd_update` without gradients it gives the bits of `sgd_update` with them, where one sum is added to each
-    element.
-
-    Args:
-        master, momentum: (n,) float32, n a multiple of 64; the second is updated.
-        segment_of, segments, control: as for `sgd_update`; nonfinite is not looked at.
-    """
+    """As `minidl.cpu.optim.sgd_begin`."""
     n = master.size
     check_update("sgd_begin", n, segment_of, segments, control, master=master, momentum=momentum)
     args = (master, momentum, segment_of, segments, control, np.int64(n))

@@ -17,10 +17,7 @@ STRIP = 4  # rows per thread, as in pad2d.cu
 
 
 def pad2d(x: Any, padding: tuple[int, int, int, int], value: float = 0.0) -> Any:
-    """``x`` (N, H, W, C) with ``padding`` = (left, right, top, bottom) pixels of ``value`` added; negative ones crop.
-
-    The gradient is ``pad2d(dy, (-left, -right, -top, -bottom))``.
-    """
+    """As `minidl.cpu.pad2d.pad2d`."""
     x = as_rows(x)
     left, right, top, bottom = padding
     n, height, width, channels = x.shape

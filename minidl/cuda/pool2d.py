@@ -82,12 +82,7 @@ def _gather(dy: Any, dx: Any, stride: Pair, padding: Pair, widest: int, longest:
 def max_pool2d(
     x: Any, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, ceil_mode: bool
 ) -> tuple[Any, Any]:
-    """Maximum over each window and where it is: the first of equal ones; a NaN wins, of several the last.
-
-    Returns:
-        y (N, P, Q, C) in the dtype of x; index (N, P, Q, C), the position r * S + s in the window: uint8, or uint16
-        when R * S > 256.
-    """
+    """As `minidl.cpu.pool2d.max_pool2d`."""
     window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
     return _max_pool2d("max_pool2d", x, (None, None, None), **window)[:2]
 
@@ -96,11 +91,7 @@ def batch_norm_max_pool2d(
     x: Any, moments: Any, gamma: Any, beta: Any, *, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair,
     ceil_mode: bool,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """`max_pool2d` of ``relu(batch_norm_apply(x, moments, gamma, beta))``, which is not written; ``x`` at each maximum.
-
-    Returns:
-        y, index: as of `max_pool2d`, but for the index of a NaN; largest (N, P, Q, C) in the dtype of x.
-    """
+    """As `minidl.cpu.pool2d.batch_norm_max_pool2d`; but for the index of a NaN."""
     window = {"kernel": kernel, "stride": stride, "padding": padding, "dilation": dilation, "ceil_mode": ceil_mode}
     return _max_pool2d("batch_norm_max_pool2d", x, (moments, gamma, beta), **window)
 
@@ -158,13 +149,7 @@ def batch_norm_max_pool2d_backward(
     dy: Any, index: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, kernel: Pair, stride: Pair,
     padding: Pair, dilation: Pair,
 ) -> Any:  # fmt: skip
-    """``batch_norm_backward_apply`` of `max_pool2d_backward` of ``dy``, which is not written.
-
-    Args:
-        dy: gradient of `batch_norm_max_pool2d`'s output where that is positive, else 0.
-        index: as that gave it.
-        x, moments, gamma, sums, count: as of ``batch_norm_backward_apply``.
-    """
+    """As `minidl.cpu.pool2d.batch_norm_max_pool2d_backward`."""
     dy, x = as_rows(dy), contiguous(x)
     assert index.shape == dy.shape and dense(index), (index.shape, dy.shape)
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
@@ -179,11 +164,7 @@ def batch_norm_max_pool2d_backward(
 
 
 def avg_pool2d(x: Any, *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool, count_include_pad: bool) -> Any:
-    """Mean over each window, (N, P, Q, C).
-
-    The divisor is the number of the window's pixels inside the image or, with ``count_include_pad``, inside the padded
-    image: a window that ``ceil_mode`` lets stick out of that is clipped.
-    """
+    """As `minidl.cpu.pool2d.avg_pool2d`."""
     x = as_rows(x)
     n, height, width, channels = x.shape
     shape = _out_shape(x.shape, kernel, stride, padding, (1, 1), ceil_mode)
@@ -203,15 +184,9 @@ def avg_pool2d(x: Any, *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: 
 
 
 def avg_pool2d_backward(
-    dy: Any,
-    x_shape: tuple[int, ...],
-    *,
-    kernel: Pair,
-    stride: Pair,
-    padding: Pair,
-    ceil_mode: bool,
+    dy: Any, x_shape: tuple[int, ...], *, kernel: Pair, stride: Pair, padding: Pair, ceil_mode: bool,
     count_include_pad: bool,
-) -> Any:
+) -> Any:  # fmt: skip
     """dx (N, H, W, C): each pixel gathers its share of the windows that cover it."""
     dy = as_rows(dy)
     assert dy.shape == _out_shape(x_shape, kernel, stride, padding, (1, 1), ceil_mode), (dy.shape, x_shape)

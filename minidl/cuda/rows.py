@@ -27,21 +27,9 @@ from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
-    "DTYPE",
-    "Walk",
-    "address",
-    "addresses",
-    "alignment",
-    "dense",
-    "dtype_code",
-    "in_rows",
-    "rows",
-    "vector_width",
-    "vectors",
-    "walk",
-    "walk_channels",
-    "walk_samples",
-]
+    "DTYPE", "Walk", "address", "addresses", "alignment", "dense", "dtype_code", "in_rows", "rows", "vector_width",
+    "vectors", "walk", "walk_channels", "walk_samples",
+]  # fmt: skip
 
 THREADS = 256
 ACCESS = 16  # bytes that one load or store moves at most

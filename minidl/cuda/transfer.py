@@ -11,13 +11,7 @@ from minidl.cuda.device import import_cupy
 
 
 def from_dlpack(array: Any) -> Any:
-    """The memory of a CUDA array of another library as a CuPy array, without a copy.
-
-    CuPy's current stream waits for the producer's, as the DLPack protocol has it.
-
-    Raises:
-        BufferError, TypeError, RuntimeError: when that library refuses, for instance an array that records gradients.
-    """
+    """As `minidl.cpu.transfer.from_dlpack`; CuPy's current stream waits for the producer's."""
     return import_cupy().from_dlpack(array)
 
 

@@ -58,12 +58,7 @@ def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, hel
 
 
 def upsample2d(x: Any, size: Pair, mode: str, align_corners: bool = False) -> Any:
-    """``x`` (N, H, W, C) resized to ``size`` (height, width).
-
-    Args:
-        mode: "nearest": output o reads input floor(o * in / out); or "bilinear".
-        align_corners: of "bilinear": the centres of the corner pixels stay, instead of the image's edges.
-    """
+    """As `minidl.cpu.upsample2d.upsample2d`."""
     x = as_rows(x)
     y = empty((x.shape[0], *size, x.shape[3]), x.dtype)
     if y.size:

@@ -13,26 +13,7 @@ from minidl.data.mnist import mnist
 from minidl.data.synthetic import synthetic
 
 __all__ = [
-    "ArrayDataset",
-    "Batch",
-    "ColorJitter",
-    "Compose",
-    "DaliLoader",
-    "Dataset",
-    "ImageFolder",
-    "Loader",
-    "MixUp",
-    "RandomCrop",
-    "RandomHorizontalFlip",
-    "RandomResizedCrop",
-    "cifar10",
-    "coins",
-    "dataset",
-    "datasets",
-    "digits",
-    "image_folder",
-    "mnist",
-    "register",
-    "shard",
-    "synthetic",
-]
+    "ArrayDataset", "Batch", "ColorJitter", "Compose", "DaliLoader", "Dataset", "ImageFolder", "Loader", "MixUp",
+    "RandomCrop", "RandomHorizontalFlip", "RandomResizedCrop", "cifar10", "coins", "dataset", "datasets", "digits",
+    "image_folder", "mnist", "register", "shard", "synthetic",
+]  # fmt: skip

@@ -40,6 +40,7 @@ def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
 
 
+@register("cifar10", "the folder of its binary version")
 def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
     """Images (32, 32, 3) uint8 in ten classes: 50000 to train, 10000 to test.
 
@@ -61,10 +62,3 @@ def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
     parts = [_read(folder / name) for name in _FILES[split]]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD, augment=_AUGMENT)
-
-
-@register("cifar10")
-def _cifar10(path: str | Path | None, split: str) -> ArrayDataset:
-    if path is None:
-        raise checks.bad_value("data set 'cifar10'", "path", "the folder of its binary version", path)
-    return cifar10(path, split)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from minidl import checks
 from minidl.data.augment import Compose, RandomCrop, RandomHorizontalFlip
-from minidl.data.dataset import ArrayDataset, refuse_path, register
+from minidl.data.dataset import ArrayDataset, register
 
 _BORDER = 240  # training windows lie left of this column, test windows right of it
 _STEP = 12  # pixels from one training window to the next
@@ -25,11 +24,9 @@ def _load() -> tuple[np.ndarray, np.ndarray]:
     The outlines are those of scikit-image's own example, a watershed on the slopes of the image; on this photograph
     they follow the 24 coins to a pixel or so.
     """
-    try:
+    with checks.needs("the coins data set", "data"):
         from scipy.ndimage import binary_fill_holes
         from skimage import data, filters, measure, segmentation
-    except ImportError as error:
-        raise checks.missing_extra("the coins data set", "data", error) from error
     image = data.coins()
     markers = np.where(image < _DARK, 1, np.where(image > _BRIGHT, 2, 0))
     filled = binary_fill_holes(segmentation.watershed(filters.sobel(image), markers) == 2)
@@ -43,6 +40,7 @@ def _windows(array: np.ndarray, size: int, step: int) -> np.ndarray:
     return np.stack([array[r : r + size, c : c + size] for r in rows for c in columns])
 
 
+@register("coins")
 def coins(split: str = "train", size: int = 72) -> ArrayDataset:
     """Windows (size, size, 1) uint8 of the photograph and the class of each pixel: 0 ground, 1 coin.
 
@@ -63,9 +61,3 @@ def coins(split: str = "train", size: int = 72) -> ArrayDataset:
     cut = (_windows(array[:, part], size, step) for array in (image, labels))
     augment = Compose(RandomCrop(size // 8), RandomHorizontalFlip())
     return ArrayDataset(next(cut)[..., None], next(cut), num_classes=2, mean=_MEAN, std=_STD, augment=augment)
-
-
-@register("coins")
-def _coins(path: str | Path | None, split: str, size: int = 72) -> ArrayDataset:
-    refuse_path("coins", path)
-    return coins(split, size)

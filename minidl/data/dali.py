@@ -168,10 +168,8 @@ class _Decoder:
 
 def _pipeline(size: int, most: int, threads: int, gpu: bool) -> Any:
     """Files to (size, size, 3) uint8, a batch at a time."""
-    try:
+    with checks.needs("NVIDIA DALI", "dali"):
         from nvidia.dali import Pipeline, fn, types
-    except ImportError as error:
-        raise checks.missing_extra("NVIDIA DALI", "dali", error) from error
     device = None
     if gpu:
         import cupy

@@ -75,14 +75,18 @@ class ArrayDataset:
 
 
 Factory = Callable[..., Dataset]
-_FACTORIES: dict[str, Factory] = {}
+_FACTORIES: dict[str, tuple[Factory, str | None]] = {}
 
 
-def register(name: str) -> Callable[[Factory], Factory]:
-    """Decorator: make a function of ``(path, split, **options)`` known to :func:`dataset` under ``name``."""
+def register(name: str, files: str | None = None) -> Callable[[Factory], Factory]:
+    """Decorator: make a function of ``split`` and options known to :func:`dataset` under ``name``.
+
+    Args:
+        files: what a path, its first argument, is to lead to; None: it takes none.
+    """
 
     def add(factory: Factory) -> Factory:
-        _FACTORIES[name] = factory
+        _FACTORIES[name] = factory, files
         return factory
 
     return add
@@ -111,10 +115,8 @@ def dataset(name: str, path: str | Path | None = None, split: str = "train", **o
         raise checks.unknown("data set", name, _FACTORIES)
     if split not in ("train", "test"):
         raise checks.unknown("split", split, ("train", "test"))
-    return _FACTORIES[name](path, split, **options)
-
-
-def refuse_path(name: str, path: str | Path | None) -> None:
-    """ValueError when a path was given to a data set that has no files: a switch that cannot apply is an error."""
-    if path is not None:
-        raise checks.bad_value(f"data set {name!r}", "path", "left out, since it has no files", str(path))
+    factory, files = _FACTORIES[name]
+    if (path is None) is (files is not None):
+        expected = files or "left out, since it has no files"
+        raise checks.bad_value(f"data set {name!r}", "path", expected, path and str(path))
+    return factory(*(() if path is None else (path,)), split=split, **options)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
 from minidl import checks
 from minidl.data.augment import RandomCrop
 from minidl.data.counter import shuffled
-from minidl.data.dataset import ArrayDataset, refuse_path, register
+from minidl.data.dataset import ArrayDataset, register
 
 _TEST_SHARE = 5  # every fifth image of each class
 _SPLIT_SEED = 1797
@@ -19,10 +18,8 @@ _MEAN, _STD = (0.3052,), (0.3759,)  # of the training images
 
 @cache
 def _load() -> tuple[np.ndarray, np.ndarray]:
-    try:
+    with checks.needs("the digits data set", "data"):
         from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise checks.missing_extra("the digits data set", "data", error) from error
     bunch = load_digits()
     images = (bunch.images[..., None] / 16).astype(np.float32)
     return images, bunch.target.astype(np.int32)
@@ -38,6 +35,7 @@ def _test_positions(labels: np.ndarray) -> np.ndarray:
     return chosen
 
 
+@register("digits")
 def digits(split: str = "train") -> ArrayDataset:
     """Images (8, 8, 1) float32 in [0, 1] of the digits 0 to 9 (Alpaydin and Kaynak, UCI, 1998).
 
@@ -51,9 +49,3 @@ def digits(split: str = "train") -> ArrayDataset:
     images, labels = _load()
     chosen = _test_positions(labels) == (split == "test")
     return ArrayDataset(images[chosen], labels[chosen], num_classes=10, mean=_MEAN, std=_STD, augment=RandomCrop(1))
-
-
-@register("digits")
-def _digits(path: str | Path | None, split: str) -> ArrayDataset:
-    refuse_path("digits", path)
-    return digits(split)

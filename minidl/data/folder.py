@@ -23,10 +23,8 @@ _MARGIN = 256 / 224  # shorter side before the centre is cut out, over the side 
 
 
 def _pillow() -> Any:
-    try:
+    with checks.needs("an image folder", "data"):
         from PIL import Image
-    except ImportError as error:
-        raise checks.missing_extra("an image folder", "data", error) from error
     return Image
 
 
@@ -149,6 +147,7 @@ def _images_under(root: Path, name: str) -> list[str]:
     return sorted(found)
 
 
+@register("folder", "the folder with train/ and val/ in it")
 def image_folder(path: str | Path, split: str = "train", size: int = 224) -> ImageFolder:
     """The photographs under ``path/train/<class>/`` or, for "test", ``path/val/<class>/``.
 
@@ -171,10 +170,3 @@ def image_folder(path: str | Path, split: str = "train", size: int = 224) -> Ima
         return ImageFolder(folder, size, augment=Compose(RandomResizedCrop(), RandomHorizontalFlip()))
     names = (entry for entry in os.scandir(root / "train") if entry.is_dir() and not entry.name.startswith("."))
     return ImageFolder(folder, size, classes=sorted(entry.name for entry in names))
-
-
-@register("folder")
-def _folder(path: str | Path | None, split: str, size: int = 224) -> ImageFolder:
-    if path is None:
-        raise checks.bad_value("data set 'folder'", "path", "the folder with train/ and val/ in it", path)
-    return image_folder(path, split, size)

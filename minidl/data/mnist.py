@@ -46,6 +46,7 @@ def _read(folder: Path, name: str, dimensions: int) -> np.ndarray:
     return np.frombuffer(content, np.uint8, offset=head).reshape(shape)
 
 
+@register("mnist", "the folder of its IDX files")
 def mnist(path: str | Path, split: str = "train") -> ArrayDataset:
     """Grey images (height, width, 1) uint8 and their classes; of MNIST 60000 of 28 x 28 to train, 10000 to test.
 
@@ -67,10 +68,3 @@ def mnist(path: str | Path, split: str = "train") -> ArrayDataset:
         raise ValueError(f"MNIST: {folder} has {len(images)} images and {len(labels)} labels to {split}")
     classes = max(int(labels.max(initial=0)) + 1, 10)
     return ArrayDataset(images[..., None], labels.astype(np.int32), num_classes=classes, mean=_MEAN, std=_STD)
-
-
-@register("mnist")
-def _mnist(path: str | Path | None, split: str) -> ArrayDataset:
-    if path is None:
-        raise checks.bad_value("data set 'mnist'", "path", "the folder of its IDX files", path)
-    return mnist(path, split)

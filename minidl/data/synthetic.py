@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 
 from minidl import checks
 from minidl.data import _pixels
 from minidl.data.counter import below, random_words
-from minidl.data.dataset import refuse_path, register
+from minidl.data.dataset import register
 
 _COLOUR, _WAVE = 64, 32  # bytes: below 64, two waves below 32 each, noise below 128; at most 251
 _CLASS_STREAM, _SHAPE_STREAM = 0xDA7A0100, 0xDA7A0101
@@ -103,6 +101,7 @@ def _waves(length: int, frequencies: np.ndarray, phases: np.ndarray) -> np.ndarr
     return ((1 + wave) * (_WAVE - 1) / 2).astype(np.uint8)
 
 
+@register("synthetic")
 def synthetic(
     n: int = 50_000,
     shape: tuple[int, int, int] = (32, 32, 3),
@@ -117,9 +116,3 @@ def synthetic(
         ValueError: a size below 1, fewer than two classes, an unknown task or split.
     """
     return Synthetic(n, shape, num_classes, seed, task, split)
-
-
-@register("synthetic")
-def _synthetic(path: str | Path | None, split: str, **options) -> Synthetic:
-    refuse_path("synthetic", path)
-    return synthetic(split=split, **options)

@@ -13,15 +13,6 @@ from minidl.dist.elastic import RankLost
 from minidl.dist.world import init, launched_size, shrink, world
 
 __all__ = [
-    "SOLO",
-    "Communicator",
-    "RankLost",
-    "SoloCommunicator",
-    "Work",
-    "init",
-    "launched_size",
-    "require_same",
-    "require_same_arrays",
-    "shrink",
-    "world",
-]
+    "SOLO", "Communicator", "RankLost", "SoloCommunicator", "Work", "init", "launched_size", "require_same",
+    "require_same_arrays", "shrink", "world",
+]  # fmt: skip

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -148,11 +149,11 @@ def capturable(comm: Communicator) -> bool:
     return comm.name in ("solo", "nccl")
 
 
-def check_array(who: str, array: Any, *, written: bool) -> None:
+def check_array(who: str, array: Any, *, written: bool, of: ModuleType | None = None) -> None:
     """Refuse what an engine could not send as one run of bytes, or could not write to.
 
     Raises:
-        TypeError: when ``array`` is neither a NumPy nor a CUDA array.
+        TypeError: when ``array`` is neither a NumPy nor a CUDA array, or none ``of`` an engine's operation table.
         ValueError: when it is not dense in C order, or read-only although it is ``written``.
     """
     if not (isinstance(array, np.ndarray) or hasattr(type(array), "__cuda_array_interface__")):
@@ -161,9 +162,15 @@ def check_array(who: str, array: Any, *, written: bool) -> None:
         raise checks.bad_value(who, "array", "dense in C order", array.strides, "copy it with ops.contiguous first")
     if written and not getattr(array.flags, "writeable", True):
         raise checks.bad_value(who, "array", "writeable", "a read-only array")
+    if of is not None and not isinstance(array, of.Array):
+        kind, other, where = ("NumPy", "cuda", "a GPU") if of.name == "cpu" else ("CuPy", "cpu", "the host")
+        remedy = f"start with init(device={other!r}) for arrays on {where}"
+        raise checks.bad_dtype(who, "array", f"a {kind} array", checks.describe(array), remedy)
 
 
-def check_exchange(rank: int, size: int, sends: Mapping[int, Any], receives: Mapping[int, Any]) -> None:
+def check_exchange(
+    rank: int, size: int, sends: Mapping[int, Any], receives: Mapping[int, Any], of: ModuleType | None = None
+) -> None:
     """Refuse partners that are not among the others, and arrays that cannot be sent.
 
     Raises:
@@ -174,15 +181,16 @@ def check_exchange(rank: int, size: int, sends: Mapping[int, Any], receives: Map
             if other == rank or not 0 <= other < size:
                 expected = f"by ranks from 0 to {size - 1}, without this one ({rank})"
                 raise checks.bad_value("start_exchange", argument, expected, other)
-            check_array("start_exchange", array, written=argument == "receives")
+            check_array("start_exchange", array, written=argument == "receives", of=of)
 
 
-def check_cuts(who: str, array: Any, cuts: Sequence[int], size: int) -> None:
-    """Refuse cuts that do not give each rank its part of a one-dimensional array.
+def check_cuts(who: str, array: Any, cuts: Sequence[int], size: int, of: ModuleType | None = None) -> None:
+    """Refuse what `check_array` does, and cuts that do not give each rank its part of a one-dimensional array.
 
     Raises:
         ValueError: for another number of them, or other ends, or a part of negative length.
     """
+    check_array(who, array, written=True, of=of)
     ends = [0, *array.shape[:1]]
     if array.ndim != 1 or len(cuts) != size + 1 or [cuts[0], cuts[-1]] != ends or sorted(cuts) != list(cuts):
         expected = f"{size + 1} ascending places of a one-dimensional array, from 0 to its end"
@@ -228,12 +236,10 @@ class SoloCommunicator:
         return _DONE
 
     def start_reduce_scatter(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
-        check_array("start_reduce_scatter", array, written=True)
         check_cuts("start_reduce_scatter", array, cuts, self.size)
         return _DONE
 
     def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
-        check_array("start_all_gather", array, written=True)
         check_cuts("start_all_gather", array, cuts, self.size)
         return _DONE
 

@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_tuned
@@ -43,18 +44,11 @@ def _look(name: str, probe: Callable[[], str], remedy: str) -> Fact:
         return Fact(name, text, False, remedy)
 
 
-def _package(name: str) -> Callable[[], str]:
-    def probe() -> str:
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            raise RuntimeError("not installed") from None
-
-    return probe
-
-
-def _python() -> str:
-    return f"{platform.python_implementation()} {platform.python_version()}, {platform.system()} {platform.machine()}"
+def _package(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise RuntimeError("not installed") from None
 
 
 def _numpy() -> str:
@@ -88,10 +82,6 @@ def _cupy() -> str:
 
     version = cupy.cuda.runtime.runtimeGetVersion()
     return f"{cupy.__version__}, CUDA runtime {_cuda_version(version)}"
-
-
-def _nvrtc() -> str:
-    return ".".join(str(part) for part in nvrtc.version())
 
 
 def _driver() -> str:
@@ -150,10 +140,6 @@ print("minidl:", MPI.Get_library_version().splitlines()[0].strip("\\0 ,"))
 _RANK_VARIABLES = ("PMI", "OMPI_", "PRTE_", "MPI_LOCAL", "HYDI_", "HYDRA_", "SLURM_", "MV2_COMM")
 
 
-def _mpi_library() -> str:
-    return _ask(_ASK_MPI)
-
-
 def _ask(program: str) -> str:
     """What a process of its own answers."""
     # Without what makes a child of a rank look like one.
@@ -178,10 +164,6 @@ print("minidl:", ("yes" if library.MPIX_Query_cuda_support() else "no") if known
 """
 
 
-def _cuda_aware() -> str:
-    return f"{_ask(_ASK_CUDA_AWARE)}; arrays of GPUs go by NCCL unless MINIDL_ENGINE is staged or cuda-mpi"
-
-
 def _mpiexec() -> str:
     found = mpiexec.find()
     return f"{found.path} ({found.family}, {found.version})"
@@ -196,33 +178,31 @@ def _shared_memory() -> str:
 
 
 _SHARED_MIB = 256  # gradients of a few ranks
+_PYTHON = f"{platform.python_implementation()} {platform.python_version()}, {platform.system()} {platform.machine()}"
+_BY_NCCL = "arrays of GPUs go by NCCL unless MINIDL_ENGINE is staged or cuda-mpi"
 _GPU_EXTRA = "pip install 'minidl[cuda13]' (or 'minidl[cuda12]')"
 _PROBES: list[tuple[str, Callable[[], str], str]] = [
-    ("Python", _python, ""),
+    ("Python", lambda: _PYTHON, ""),
     ("NumPy", _numpy, "pip install numpy"),
     ("CPU kernels", _cpu_kernels, "build them: pip install --no-build-isolation -e ."),
     ("thread pools", _openmp, "pip install threadpoolctl"),
     ("cores", _cores, ""),
     ("CuPy", _cupy, _GPU_EXTRA),
-    ("NVRTC", _nvrtc, _GPU_EXTRA),
+    ("NVRTC", lambda: ".".join(map(str, nvrtc.version())), _GPU_EXTRA),
     ("driver", _driver, "a GPU and its driver; the CPU kernels need neither"),
     ("GPUs", _gpus, "CuPy and a driver, see above"),
     ("tuned kernels", _tuned, "CuPy and a driver, see above"),
     ("NCCL", _nccl, _GPU_EXTRA),
-    ("mpi4py", _package("mpi4py"), "pip install 'minidl[mpi]'"),
-    ("MPI library", _mpi_library, "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
-    ("CUDA-aware MPI", _cuda_aware, "an MPI that mpi4py can load, see above"),
+    ("mpi4py", partial(_package, "mpi4py"), "pip install 'minidl[mpi]'"),
+    ("MPI library", lambda: _ask(_ASK_MPI), "an MPI that mpi4py can load: pip install 'minidl[mpi-wheel]'"),
+    ("CUDA-aware MPI", lambda: f"{_ask(_ASK_CUDA_AWARE)}; {_BY_NCCL}", "an MPI that mpi4py can load, see above"),
     ("mpiexec", _mpiexec, "pip install 'minidl[mpi-wheel]'"),
-    (
-        "shared memory",
-        _shared_memory,
-        "CPU ranks sum slower without room for their gradients: docker run --shm-size=8g",
-    ),
-    ("ml_dtypes", _package("ml_dtypes"), "pip install ml_dtypes"),
-    ("safetensors", _package("safetensors"), "pip install safetensors"),
-    ("rich", _package("rich"), "pip install 'minidl[cli]'"),
-    ("scikit-learn", _package("scikit-learn"), "pip install 'minidl[data]'"),
-    ("scikit-image", _package("scikit-image"), "pip install 'minidl[data]'"),
-    ("Pillow", _package("pillow"), "pip install 'minidl[data]'"),
-    ("matplotlib", _package("matplotlib"), "pip install 'minidl[plot]'"),
+    ("shared memory", _shared_memory, "CPU ranks sum slower without room for gradients: docker run --shm-size=8g"),
+    ("ml_dtypes", partial(_package, "ml_dtypes"), "pip install ml_dtypes"),
+    ("safetensors", partial(_package, "safetensors"), "pip install safetensors"),
+    ("rich", partial(_package, "rich"), "pip install 'minidl[cli]'"),
+    ("scikit-learn", partial(_package, "scikit-learn"), "pip install 'minidl[data]'"),
+    ("scikit-image", partial(_package, "scikit-image"), "pip install 'minidl[data]'"),
+    ("Pillow", partial(_package, "pillow"), "pip install 'minidl[data]'"),
+    ("matplotlib", partial(_package, "matplotlib"), "pip install 'minidl[plot]'"),
 ]

@@ -105,13 +105,11 @@ class HostCommunicator:
         return self._start(_Message(lambda lane: lane.all_reduce(array, call), span, call))
 
     def start_reduce_scatter(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
-        check_array("start_reduce_scatter", array, written=True)
         check_cuts("start_reduce_scatter", array, cuts, self.size)
         call = self._admit("start_reduce_scatter", array, summed=True, name=name)
         return self._start(_Message(lambda lane: lane.reduce_scatter(array, cuts, call), span, call))
 
     def start_all_gather(self, array: np.ndarray, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
-        check_array("start_all_gather", array, written=True)
         check_cuts("start_all_gather", array, cuts, self.size)
         call = self._admit("start_all_gather", array, name=name)
         return self._start(_Message(lambda lane: lane.all_gather_parts(array, cuts, call), span, call))
@@ -173,16 +171,10 @@ class HostCommunicator:
         self._queue.put(message)
         return message
 
-    def _require_host(self, kind: str, array: Any) -> None:
-        if not isinstance(array, self.ops.Array):
-            remedy = "start with init(device='cuda') for arrays on a GPU"
-            raise checks.bad_dtype(kind, "array", "a NumPy array", checks.describe(array), remedy)
-
     def _admit(
         self, kind: str, array: np.ndarray, *, written: bool = True, summed: bool = False, root: int = 0, name: str = ""
     ) -> Call:
-        check_array(kind, array, written=written)
-        self._require_host(kind, array)
+        check_array(kind, array, written=written, of=self.ops)
         known = self._lanes[_INLINE].summable
         if summed and dtype_name(array.dtype) not in known:
             remedy = "sum in float32, then convert"

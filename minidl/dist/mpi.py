@@ -213,9 +213,7 @@ class MPICommunicator(HostCommunicator):
     def start_exchange(
         self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""
     ) -> Work:
-        check_exchange(self.rank, self.size, sends, receives)
-        for array in (*sends.values(), *receives.values()):
-            self._require_host("start_exchange", array)
+        check_exchange(self.rank, self.size, sends, receives, self.ops)
         call = self.enter("start_exchange", name=name)
         # Ranks that have nothing for each other do not meet. With the call's number as tag messages of two calls never
         # match: who waits for one that nobody sends is told so by the watchdog.

@@ -238,8 +238,7 @@ class NCCLCommunicator:
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
 
     def start_all_gather(self, array: Any, cuts: Sequence[int], span: Span = unseen, name: str = "") -> Work:
-        self._check("start_all_gather", array)
-        check_cuts("start_all_gather", array, cuts, self.size)
+        check_cuts("start_all_gather", array, cuts, self.size, self._ops)
         call, kind, stream = self._enter("start_all_gather", array, name=name), self._nccl.NCCL_UINT8, self._stream.ptr
         parts = [(array.data.ptr + b * array.itemsize, (e - b) * array.itemsize) for b, e in pairwise(cuts)]
         own, count = parts[self.rank]
@@ -255,7 +254,7 @@ class NCCLCommunicator:
         return _Message(self._cuda, self._follow(_MESSAGES, call, self._stream), array)
 
     def all_gather(self, array: Any) -> Any:
-        self._check("all_gather", array, written=False)
+        check_array("all_gather", array, written=False, of=self._ops)
         call, stream = self._enter("all_gather", array), self._cuda.get_current_stream()
         out = self._ops.empty((self.size, *array.shape), array.dtype)
         if self.links is None or not self.links.gather("inline", array, out, stream, self._capturing):
@@ -265,16 +264,14 @@ class NCCLCommunicator:
 
     def broadcast(self, array: Any, root: int = 0) -> None:
         check_root(root, self.size)
-        self._check("broadcast", array)
+        check_array("broadcast", array, written=True, of=self._ops)
         call, stream, pointer = self._enter("broadcast", array, root), self._cuda.get_current_stream(), array.data.ptr
         self._inline.broadcast(pointer, pointer, array.nbytes, self._nccl.NCCL_UINT8, root, stream.ptr)
         self._follow(_INLINE, call, stream)
 
     def start_exchange(self, sends: Mapping[int, Any], receives: Mapping[int, Any], name: str = "") -> Work:
-        check_exchange(self.rank, self.size, sends, receives)
+        check_exchange(self.rank, self.size, sends, receives, self._ops)
         arrays = *sends.values(), *receives.values()
-        for array in arrays:
-            self._check("start_exchange", array, written=False)
         call = self._enter("start_exchange", name=name)
         self._wait_for_current()
         nccl, stream = self._nccl, self._stream.ptr
@@ -343,15 +340,9 @@ class NCCLCommunicator:
         for engine in (self._inline, self._messages):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(engine))
 
-    def _check(self, kind: str, array: Any, *, written: bool = True) -> None:
-        check_array(kind, array, written=written)
-        if not isinstance(array, self._ops.Array):
-            remedy = "start with init(device='cpu') for arrays on the host"
-            raise checks.bad_dtype(kind, "array", "a CuPy array", checks.describe(array), remedy)
-
     def _summable(self, kind: str, array: Any) -> int:
         """NCCL's name for the dtype of an array that is fit to be summed."""
-        self._check(kind, array)
+        check_array(kind, array, written=True, of=self._ops)
         dtype = _SUMMABLE.get(array.dtype.name)
         if dtype is None:
             raise checks.bad_dtype(kind, "array", f"one of {', '.join(_SUMMABLE)}", array.dtype)

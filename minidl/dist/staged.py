@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from minidl import backend, checks
+from minidl import backend
 from minidl.dist.communicator import Communicator, Span, Work, check_array, unseen
 from minidl.dist.host import HostCommunicator
 
@@ -156,10 +156,7 @@ class StagedCommunicator:
         self.host.close()
 
     def _on_host(self, kind: str, array: Any, *, written: bool = True) -> np.ndarray:
-        check_array(kind, array, written=written)
-        if not isinstance(array, self._copies.ops.Array):
-            remedy = "start with init(device='cpu') for arrays on the host"
-            raise checks.bad_dtype(kind, "array", "a CuPy array", checks.describe(array), remedy)
+        check_array(kind, array, written=written, of=self._copies.ops)
         return self._copies.host(array)
 
     @contextmanager

@@ -58,10 +58,8 @@ def cap_threads(ranks_sharing: int) -> int:
     """
     if os.environ.get("OMP_NUM_THREADS", "").isdigit():
         return int(os.environ["OMP_NUM_THREADS"])
-    try:
+    with checks.needs("sharing cores between ranks", "mpi"):
         from threadpoolctl import threadpool_limits
-    except ImportError as error:
-        raise checks.missing_extra("sharing cores between ranks", "mpi", error) from error
     threads = max(1, len(available_cores()) // ranks_sharing)
     for variable in _VARIABLES:
         os.environ.setdefault(variable, str(threads))

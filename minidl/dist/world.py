@@ -9,7 +9,7 @@ from types import ModuleType
 
 from minidl import checks
 from minidl.dist import abort
-from minidl.dist.agree import by_value, rank_list, require_same, together
+from minidl.dist.agree import by_value, require_same, together
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.dist.elastic import require as require_tolerance
 from minidl.dist.host import HostCommunicator
@@ -203,11 +203,9 @@ def _on_host(comm: MPICommunicator, engine: str) -> HostCommunicator:
 
 def _agree_on_device(comm: Communicator, device: str) -> str:
     wanted = comm.share(_find_device() if device == "auto" else device)
-    if len(set(wanted)) == 1:
-        return wanted[0]
-    holders = {name: [rank for rank, other in enumerate(wanted) if other == name] for name in sorted(set(wanted))}
-    found = ", ".join(f"{name} on ranks {rank_list(ranks)}" for name, ranks in holders.items())
-    raise ValueError(f"init: device {device!r} means {found}; all ranks need the same")
+    if len(set(wanted)) > 1:
+        raise ValueError(f"init: device {device!r}: {by_value(wanted)}; all ranks need the same")
+    return wanted[0]
 
 
 def _find_device() -> str:

@@ -168,30 +168,26 @@ class BatchNorm2d(AffineNorm):
         if sums is not None and self._joined is not None:
             self._joined.all_reduce(sums)
         weight, bias = self._affine
-        if isinstance(dy, PooledGradient):
-            facts = kept.x, kept.moments, weight, sums, kept.count
-            dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
-            return dx if add is None else self.ops.add(dx, add)
-        if isinstance(dy, TiledGradient) and dy.array is None:
-            facts = dy.dy, dy.add, kept.x, kept.moments, weight, bias, sums, kept.count
-            dx = self.ops.batch_norm_max_tiles_backward_apply(*facts, kernel=dy.window["kernel"])
-            return dx if add is None else self.ops.add(dx, add)
-        if _owes_gate(dy):
-            facts = dy.dy, dy.gate, dy.dmean, kept.x, kept.moments, weight, bias, sums, kept.count
-            dx = self.ops.batch_norm_gate_backward_apply(*facts, *dy.function[:2])
-            return dx if add is None else self.ops.add(dx, add)
-        if _owes_mask(dy):
-            assert dy.term is not None, "backward_weight has masked the gradient of a join"
-            facts = dy.dy, kept.x, kept.moments, weight, bias, sums, kept.count
-            return self.ops.batch_norm_activate_backward_apply(*facts, *dy.function[:2], add=add)
         facts = kept.x, kept.moments, weight, sums, kept.count
-        if isinstance(dy, MaskedGradient) and dy.other is not None:
-            other, dy.other = dy.other, None  # the second batch norm to come takes nobody's sums
-            if dy.norm == self.name and sums is not None and add is None:
-                dx, dy.parts = self.ops.batch_norm_backward_apply_stats(dy.array, *facts, other.raw, other.moments)
-                dy.norm = other.owner
-                return dx
-        return self.ops.batch_norm_backward_apply(finished(self.ops, dy), *facts, add=add)
+        under = kept.x, kept.moments, weight, bias, sums, kept.count  # an activation, which is made again
+        if isinstance(dy, PooledGradient):
+            dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
+        elif isinstance(dy, TiledGradient) and dy.array is None:
+            dx = self.ops.batch_norm_max_tiles_backward_apply(dy.dy, dy.add, *under, kernel=dy.window["kernel"])
+        elif _owes_gate(dy):
+            dx = self.ops.batch_norm_gate_backward_apply(dy.dy, dy.gate, dy.dmean, *under, *dy.function[:2])
+        elif _owes_mask(dy):
+            assert dy.term is not None, "backward_weight has masked the gradient of a join"
+            return self.ops.batch_norm_activate_backward_apply(dy.dy, *under, *dy.function[:2], add=add)
+        else:
+            if isinstance(dy, MaskedGradient) and dy.other is not None:
+                other, dy.other = dy.other, None  # the second batch norm to come takes nobody's sums
+                if dy.norm == self.name and sums is not None and add is None:
+                    dx, dy.parts = self.ops.batch_norm_backward_apply_stats(dy.array, *facts, other.raw, other.moments)
+                    dy.norm = other.owner
+                    return dx
+            return self.ops.batch_norm_backward_apply(finished(self.ops, dy), *facts, add=add)
+        return dx if add is None else self.ops.add(dx, add)
 
     def describe(self) -> str:
         sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""

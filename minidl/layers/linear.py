@@ -11,9 +11,9 @@ from minidl import checks
 from minidl.dist.communicator import Work
 from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
-from minidl.layer_params import LayerParams
 from minidl.messages import factors
 from minidl.profile import Cost, PassCost
+from minidl.segments import LayerParams
 
 TILE_BYTES = 64 << 20
 """A gradient beyond this is made in tiles of at most so much, so that a ring of gradients need not hold all of it."""

@@ -9,13 +9,4 @@ from minidl.loss.cross_entropy import SoftmaxCrossEntropy
 from minidl.loss.dice import DiceLoss
 from minidl.loss.pointwise import BCEWithLogitsLoss, FocalLoss, MSELoss
 
-__all__ = [
-    "BCEWithLogitsLoss",
-    "DiceLoss",
-    "FocalLoss",
-    "Loss",
-    "MSELoss",
-    "SoftmaxCrossEntropy",
-    "Sums",
-    "Totals",
-]
+__all__ = ["BCEWithLogitsLoss", "DiceLoss", "FocalLoss", "Loss", "MSELoss", "SoftmaxCrossEntropy", "Sums", "Totals"]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from minidl import backend, checks, interop
+from minidl import backend, checks
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
@@ -136,8 +136,8 @@ class Loss:
             ValueError: when the shapes do not belong together.
             TypeError: for predictions of no storage dtype, or targets of a dtype that the loss does not take.
         """
-        array, ops = interop.take_in(x, "loss", "logits")
-        target, target_ops = interop.take_in(target, "loss", "labels")
+        array, ops = backend.take_in(x, "loss", "logits")
+        target, target_ops = backend.take_in(target, "loss", "labels")
         if target_ops is not ops:
             raise checks.bad_dtype(
                 "loss", "labels", f"a {ops.name} array like the logits", f"a {target_ops.name} array"
@@ -150,7 +150,7 @@ class Loss:
         with self.profiler.span("loss", "wait"):
             self.comm.all_reduce(totals)
         divisor = totals if count is None else count
-        self._saved = (ops, array, target, kept, divisor, interop.answer_in_kind(x)) if grad else None
+        self._saved = (ops, array, target, kept, divisor, backend.answer_in_kind(x)) if grad else None
         return Totals(ops, totals, classes, self)
 
     def backward(self, scale: Any = None) -> Any:

@@ -7,7 +7,7 @@ trusting whoever made it. Plans and traces are plain records. Nothing here needs
 The files in the order in which a step passes through them:
 
     record, watch               a step walked on shapes, and what is seen of it
-    recording, trace            what it tells an executor, and planners
+    recording, trace            what it tells an executor, and planners; records as JSON
     visits, times               momentum that visits; how long each pass takes
     gaps, pinning               who may be away when; the dynamic programme over keeping and moving
     rebuild, joint, planner     recipes; the programme over rebuilding too; the search for the fastest plan
@@ -16,7 +16,6 @@ The files in the order in which a step passes through them:
     _loops                      inner loops of pinning and placement, compiled
     limit, limited, execute     what a limit is; a model's steps within one; the store that carries a script out
     arena                       the one block of memory of captured steps without a limit
-    nested, files               arrays within what layers hand to each other; records as JSON
 """
 
 from minidl.memory.gaps import Gap, Problem, problem
@@ -31,31 +30,7 @@ from minidl.memory.simulate import Link, Timeline, Usage, Violation, check, meas
 from minidl.memory.trace import Step, Tensor, Trace
 
 __all__ = [
-    "Decision",
-    "Gap",
-    "Infeasible",
-    "Joint",
-    "LimitedMemory",
-    "Link",
-    "Operation",
-    "Plan",
-    "Problem",
-    "Race",
-    "Step",
-    "Tensor",
-    "Timeline",
-    "Trace",
-    "Usage",
-    "Violation",
-    "best",
-    "check",
-    "limit_memory",
-    "measure",
-    "pin",
-    "problem",
-    "program",
-    "record",
-    "timeline",
-    "validate",
-    "widen",
-]
+    "Decision", "Gap", "Infeasible", "Joint", "LimitedMemory", "Link", "Operation", "Plan", "Problem", "Race", "Step",
+    "Tensor", "Timeline", "Trace", "Usage", "Violation", "best", "check", "limit_memory", "measure", "pin", "problem",
+    "program", "record", "timeline", "validate", "widen",
+]  # fmt: skip

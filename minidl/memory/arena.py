@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from minidl.memory.placement import ALIGN, Piece, pack
+from minidl.memory.placement import ALIGN, Piece, most_held, pack
 from minidl.shapes import round_up
 
 
@@ -32,15 +32,8 @@ def _lifetimes(events: Sequence[int]) -> np.ndarray:
 
 def most_live(events: Sequence[int]) -> int:
     """The most bytes that live at once, each allocation rounded up to `ALIGN`: the least that any placement takes."""
-    sizes = _lifetimes(events)[:, 0]
-    live, most, number = 0, 0, 0
-    for event in events:
-        if event >= 0:
-            live, number = live + int(sizes[number]), number + 1
-            most = max(most, live)
-        else:
-            live -= int(sizes[~event])
-    return most
+    sizes, begin, end = _lifetimes(events).T
+    return most_held(sizes, begin, end - 1)
 
 
 def place(events: Sequence[int]) -> tuple[list[int], int]:

@@ -15,10 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from minidl import checks
-from minidl.memory.nested import mapped
 from minidl.memory.plan import human
 from minidl.memory.program import Operation
-from minidl.memory.recording import Place, Run
+from minidl.memory.recording import Place, Run, mapped
 from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
 from minidl.store import TensorStore

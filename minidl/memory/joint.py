@@ -16,12 +16,12 @@ For one price the answer is exact within this model. The price itself is a guess
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from minidl.memory.gaps import Problem, blocks, occupied
-from minidl.memory.pinning import MOST_CROSSING, Options, choose, crossing, granule_of, nested, owned_steps
+from minidl.memory.gaps import Problem, blocks
+from minidl.memory.pinning import Options, cheapest, choose, granule_of, owned_steps, split
 from minidl.memory.plan import Decision, Plan
 from minidl.memory.rebuild import Recipe, recipes
 from minidl.memory.simulate import measure
@@ -46,21 +46,12 @@ class Joint:
     """
 
     def __init__(
-        self,
-        problem: Problem,
-        times_ms: Sequence[float],
-        granule: int | None = None,
-        *,
-        largest: int = LARGEST_GROUP,
+        self, problem: Problem, times_ms: Sequence[float], granule: int | None = None, *, largest: int = LARGEST_GROUP
     ):
         self.problem, self.largest = problem, largest
         self.recipes = recipes(problem, times_ms)
         self.granule = granule or granule_of([gap.bytes for gap in problem.gaps])
-        apart = crossing(problem.gaps)
-        self.exact = len(apart) <= MOST_CROSSING
-        self.gaps = list(problem.gaps) if self.exact else nested(problem.gaps)
-        self.apart = apart if self.exact else []
-        rest = [i for i in range(len(self.gaps)) if i not in set(self.apart)]
+        self.exact, self.gaps, self.apart, rest = split(problem.gaps)
         runs = [[rest[i] for i in run] for run in blocks([self.gaps[i] for i in rest])]
         self.runs = self._joined(runs)
         self.steps = owned_steps(self.gaps, self.runs)
@@ -254,28 +245,21 @@ class Joint:
         Raises:
             Infeasible: when one step alone exceeds ``capacity``.
         """
-        problem = self.problem
-        problem.require(capacity)
-        found: tuple[float, set[int], list[int]] | None = None
-        for code in reversed(range(1 << len(self.apart))):
-            kept = {i for bit, i in enumerate(self.apart) if code >> bit & 1}
-            inside = occupied((self.gaps[i] for i in kept), len(problem.base))
-            room = (capacity - problem.base - inside) // self.granule
-            spent = sum(2 * price * self.gaps[i].bytes for i in self.apart if i not in kept)
-            if room.min() < 0 or (found is not None and spent >= found[0]):
-                continue
+        self.problem.require(capacity)
+
+        def best(room: np.ndarray, kept: list[int]) -> tuple[float, list[int]]:
             tables = []
             for (usage, units, moved, ms, codes, asked, given), steps in zip(self.tables, self.steps, strict=True):
                 most = (room[steps] - usage).min(axis=1, initial=np.iinfo(np.int64).max)
                 tables.append(Options(units, most, price * moved + ms, codes, asked, given).pruned())
-            given = sum(self.bits.get(i, 0) for i in kept)
-            cost, taken = choose(tables, int(room.max(initial=0)), given, self.awaited)
-            if found is None or spent + cost < found[0]:
-                found = spent + cost, kept, taken
-        assert found is not None, "evicting everything fits, as was checked"
-        return self.finish(capacity, found[1], found[2])
+            return choose(tables, int(room.max(initial=0)), sum(self.bits.get(i, 0) for i in kept), self.awaited)
 
-    def finish(self, capacity: int, kept: set[int], codes: Sequence[int], policy: str = "joint") -> Plan:
+        costs = [2 * price * gap.bytes for gap in self.gaps]
+        return self.finish(
+            capacity, *cheapest(self.problem, capacity, self.granule, self.gaps, self.apart, costs, best)
+        )
+
+    def finish(self, capacity: int, kept: Collection[int], codes: Sequence[int], policy: str = "joint") -> Plan:
         """The plan of given choices.
 
         Args:

@@ -13,7 +13,7 @@ from minidl.fusion import fuse
 from minidl.memory.execute import Engine, ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.limit import host_budget, parse_limit
-from minidl.memory.plan import Infeasible, Plan, human
+from minidl.memory.plan import Infeasible, Plan, human, smallest
 from minidl.memory.planner import StepPlanner
 from minidl.memory.record import record_model
 from minidl.memory.recording import Recording
@@ -113,15 +113,14 @@ class LimitedMemory:
             if not variants:
                 expected = "one for this model, batch and GPU"
                 raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
-        found, told = [], None
+        found, errors = [], []
         for variant in variants:
             try:
                 found.append(self._script(variant, self.limit - self._options["reserve"]))
             except Infeasible as error:
-                told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+                errors.append(error)
         if not found:
-            assert told is not None
-            raise told
+            raise smallest(errors)
         return min(found, key=lambda s: timeline(s.trace, s.plan, self._times(s.trace), self._link).total_ms)
 
     def _variants(self, recording: Recording) -> list[Recording]:
@@ -287,7 +286,7 @@ def _fused(
     model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
-    before, found, tried, told = model.fusion, {}, [], None
+    before, found, tried, errors = model.fusion, {}, [], []
     for how in fusions:
         fused = fuse(model, how)
         if fused in tried:
@@ -300,12 +299,13 @@ def _fused(
         try:
             found[how] = memory.plan()
         except Infeasible as error:
-            told = error if told is None or (error.needed or 0) < (told.needed or 0) else told
+            errors.append(error)
     fastest = min(found, key=lambda how: found[how].predicted.total_ms) if found else None
     fastest = model.comm.share(fastest)[0]
     if fastest not in found:
         fuse(model, before if before is not None else "none")
-        raise told or Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
+        other = Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
+        raise smallest(errors) if errors else other
     fuse(model, fastest)
     return found[fastest]
 

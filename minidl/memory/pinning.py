@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,24 +107,50 @@ def pin(problem: Problem, capacity: int, granule: int | None = None, most_units:
     if granule is None:
         granule = granule_of([gap.bytes for gap in problem.gaps], most_units)
     granule = checks.at_least("memory planner", "granule", granule, 1)
-    apart = crossing(problem.gaps)
-    exact = len(apart) <= MOST_CROSSING
-    gaps = list(problem.gaps) if exact else nested(problem.gaps)
-    apart = apart if exact else []
-    rest = [i for i in range(len(gaps)) if i not in set(apart)]
+    exact, gaps, apart, rest = split(problem.gaps)
     costs = _costs(problem.gaps)
-    found: tuple[int, list[int]] | None = None
+    kept, more = cheapest(
+        problem, capacity, granule, gaps, apart, costs, lambda room, _: _nest(gaps, rest, costs, granule, room)
+    )
+    return problem.plan("dp", capacity, kept + more, granule=granule, proven=exact)
+
+
+def split(gaps: Sequence[Gap]) -> tuple[bool, list[Gap], list[int], list[int]]:
+    """(whether plans may be exact, the gaps, else nested by force, numbers of those to decide apart, the others)"""
+    apart = crossing(gaps)
+    exact = len(apart) <= MOST_CROSSING
+    if not exact:
+        return False, nested(gaps), [], list(range(len(gaps)))
+    return True, list(gaps), apart, [i for i in range(len(gaps)) if i not in set(apart)]
+
+
+def cheapest(
+    problem: Problem,
+    capacity: int,
+    granule: int,
+    gaps: Sequence[Gap],
+    apart: Sequence[int],
+    costs: Sequence[float],
+    best: Callable[[np.ndarray, list[int]], tuple[float, list[int]]],
+) -> tuple[list[int], list[int]]:
+    """(kept ones of ``apart``, choices of all others) that cost least: all subsets of the few, one after the other.
+
+    Args:
+        costs: of not keeping each gap.
+        best: (cost, choices) of the others, with so many units of room at each step while these are kept.
+    """
+    found: tuple[float, list[int], list[int]] | None = None
     for code in reversed(range(1 << len(apart))):
         kept = [i for bit, i in enumerate(apart) if code >> bit & 1]
         room = (capacity - problem.base - occupied((gaps[i] for i in kept), len(problem.base))) // granule
-        spent = sum(costs[i] for i in apart) - sum(costs[i] for i in kept)
+        spent = sum(costs[i] for i in apart if i not in kept)
         if room.min() < 0 or (found is not None and spent >= found[0]):
             continue
-        cost, more = _nest(gaps, rest, costs, granule, room)
+        cost, taken = best(room, kept)
         if found is None or spent + cost < found[0]:
-            found = spent + cost, kept + more
+            found = spent + cost, kept, taken
     assert found is not None, "evicting everything fits, as was checked"
-    return problem.plan("dp", capacity, found[1], granule=granule, proven=exact)
+    return found[1:]
 
 
 def _nest(

@@ -47,7 +47,7 @@ def pack(pieces: Sequence[Piece]) -> tuple[list[int], int]:
 
 def _best_order(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
     """The order, of all that are tried, whose placement is smallest."""
-    least = _most_held(sizes, begin, end)
+    least = most_held(sizes, begin, end)
     best, found = None, np.arange(len(sizes))
     for first in (sizes, sizes * (end - begin + 1)):
         order = np.lexsort((begin, -sizes, -first))
@@ -63,7 +63,7 @@ def _best_order(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.nda
     return found
 
 
-def _most_held(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
+def most_held(sizes: np.ndarray, begin: np.ndarray, end: np.ndarray) -> int:
     """Bytes held at once at the worst moment: no arena is smaller."""
     times = np.concatenate((begin, end + 1))
     changes = np.concatenate((sizes, -sizes))

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from minidl.memory.files import dumps, loads
-from minidl.memory.trace import Trace
+from minidl.memory.trace import Trace, dumps, loads
 
 CHOICES = ("keep", "offload", "recompute")
 _NAMED = 6  # tensors that an error lists
@@ -107,6 +106,11 @@ def human(count: float) -> str:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.2f} GiB"
+
+
+def smallest(errors: Sequence[Infeasible]) -> Infeasible:
+    """Of errors of several plans the one that names the smallest limit."""
+    return min(errors, key=lambda error: error.needed or 0)
 
 
 def infeasible(trace: Trace, capacity: int, base: Sequence[int]) -> Infeasible:

@@ -121,12 +121,7 @@ class StepPlanner:
 
 
 def best(
-    problem: Problem,
-    capacity: int,
-    times_ms: Sequence[float],
-    link: Link | None = None,
-    *,
-    rebuild: bool = True,
+    problem: Problem, capacity: int, times_ms: Sequence[float], link: Link | None = None, *, rebuild: bool = True
 ) -> tuple[Plan, Timeline]:
     """The plan that the simulator finds fastest, and how it runs: see `Planner`, for one limit."""
     return Planner(problem, times_ms, link, rebuild=rebuild).best(capacity)

@@ -20,8 +20,7 @@ from minidl.dist.communicator import SOLO
 from minidl.dist.simulated import ImaginedCommunicator
 from minidl.graph import Graph
 from minidl.loss import SoftmaxCrossEntropy
-from minidl.memory.nested import mapped
-from minidl.memory.recording import Allocation, Place, Recording, Run
+from minidl.memory.recording import Allocation, Place, Recording, Run, mapped
 from minidl.memory.trace import Step, Tensor, Trace
 from minidl.memory.watch import Memory, NotingStore, Seen, Watcher
 from minidl.model import Model
@@ -221,7 +220,8 @@ def _tensors(watcher: Watcher, batch: Memory) -> tuple[list[Tensor], dict[int, i
         made[name] += 1
         if made[name] > 1:
             name = f"{name}.{made[name]}"
-        kind = "input" if given else _kind(watcher.passes[memory.step][1])
+        forward = watcher.passes[memory.step][1] == "forward"
+        kind = "input" if given else "activation" if forward else "gradient_of_activation"
         savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
         numbers[id(memory)] = len(tensors)
         tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, memory.again))
@@ -237,10 +237,6 @@ def _what(memory: Memory, owner: str, given: bool, watcher: Watcher) -> str:
         return "dx"
     own = dict(memory.saved).get(owner)
     return own if own not in (None, "x") else "y"
-
-
-def _kind(pass_name: str) -> str:
-    return "activation" if pass_name == "forward" else "gradient_of_activation"
 
 
 def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:

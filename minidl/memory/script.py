@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from minidl.cuda.launch import dry_run
-from minidl.memory.nested import mapped, parts
 from minidl.memory.placement import Piece, pack
 from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
 from minidl.memory.program import Operation, program
-from minidl.memory.recording import Place, Recording, Run
+from minidl.memory.recording import Place, Recording, Run, mapped, parts
 from minidl.memory.trace import Trace
 from minidl.memory.visits import last_pass
 from minidl.memory.watch import Watcher, root

@@ -253,10 +253,10 @@ def timeline(trace: Trace, plan: Plan, times_ms: Sequence[float], link: Link | N
     return _Clock(trace, plan, times_ms, link or Link()).run()
 
 
-def _visit(trace: Trace, i: int) -> tuple[int, int, int, int]:
-    """Of a visitor: the last step that touches it, when its memory is others', when it has some, its first touch."""
+def _visit(trace: Trace, i: int) -> Decision:
+    """A visitor as what moves: it leaves behind its last touch and is needed at its first."""
     tensor = trace.tensors[i]
-    return tensor.touches[-1], tensor.last + 1, tensor.first, tensor.touches[0]
+    return Decision(i, "offload", tensor.touches[-1], tensor.last + 1, tensor.first, tensor.touches[0])
 
 
 class _Clock:
@@ -264,15 +264,14 @@ class _Clock:
 
     def __init__(self, trace: Trace, plan: Plan, times_ms: Sequence[float], link: Link):
         self.trace, self.times, self.link = trace, times_ms, link
-        moved = plan.chosen("offload")
+        moved = [*plan.chosen("offload"), *(_visit(trace, i) for i in trace.visitors)]
         self.out: dict[int, list[Decision]] = defaultdict(list)
-        for d in moved:
-            self.out[d.leave].append(d)
-        self.gone = sorted(moved, key=lambda d: d.gone)
-        self.into = sorted(moved, key=lambda d: (d.back, d.fetch))
         self.needed: dict[int, list[Decision]] = defaultdict(list)
         for d in moved:
+            self.out[d.leave].append(d)
             self.needed[d.back].append(d)
+        self.gone = sorted(moved, key=lambda d: d.gone)
+        self.into = sorted(moved, key=lambda d: (d.back, d.fetch))
         self.rebuilt: dict[int, list[Decision]] = defaultdict(list)
         for d in plan.chosen("recompute"):
             self.rebuilt[d.back].append(d)
@@ -280,14 +279,8 @@ class _Clock:
         self.in_done: dict[int, float] = {}
         self.entries: list[Entry] = []
         self.rebuild_ms = 0.0
-        visitors = [Decision(i, "offload", *_visit(trace, i)) for i in trace.visitors]
-        for d in visitors:
-            self.out[d.leave].append(d)
-            self.needed[d.back].append(d)
-        self.gone = sorted([*self.gone, *visitors], key=lambda d: d.gone)
-        self.into = sorted([*self.into, *visitors], key=lambda d: (d.back, d.fetch))
         self.visitors = set(trace.visitors)
-        self.moved = sum(trace.tensors[d.tensor].bytes for d in (*moved, *visitors))
+        self.moved = sum(trace.tensors[d.tensor].bytes for d in moved)
 
     def run(self) -> Timeline:
         out_free = self._copies_out(-1, 0.0, 0.0)

@@ -7,6 +7,7 @@ loss, backward passes in reverse, updates.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from minidl import checks
-from minidl.memory.files import dumps, loads
 
+SCHEMA = 1  # of the files of traces and plans
 # Tensors that outlive the step: on the device at every moment of it, touched or not.
 RESIDENT_KINDS = ("weight", "working", "gradient", "momentum", "buffer")
 
@@ -169,3 +170,22 @@ class Trace:
         )
         steps = (Step(**record) for record in content["steps"])
         return cls(tuple(steps), tuple(tensors), content["loss"], content["facts"])
+
+
+def dumps(kind: str, record: Any) -> str:
+    """One JSON object of a dataclass."""
+    return json.dumps({"schema": SCHEMA, "kind": f"memory_{kind}", **dataclasses.asdict(record)})
+
+
+def loads(kind: str, text: str) -> dict[str, Any]:
+    """The fields that `dumps` wrote.
+
+    Raises:
+        ValueError: when ``text`` is something else, or of another schema.
+    """
+    content = json.loads(text)
+    if not isinstance(content, dict) or content.pop("kind", None) != f"memory_{kind}":
+        raise ValueError(f"not a memory {kind}: minidl plan --{'json' if kind == 'plan' else kind} PATH writes one")
+    if (schema := content.pop("schema", None)) != SCHEMA:
+        raise ValueError(f"memory {kind} of schema {schema!r}; this minidl reads schema {SCHEMA}")
+    return content

@@ -19,7 +19,7 @@ import numpy as np
 from minidl.cuda.device import active_dry_run
 from minidl.cuda.launch import dry_run
 from minidl.layer import Layer
-from minidl.memory.nested import mapped, parts
+from minidl.memory.recording import mapped, parts
 from minidl.memory.trace import Tensor
 from minidl.store import TensorStore
 

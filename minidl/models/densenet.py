@@ -4,17 +4,7 @@ from __future__ import annotations
 
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
-from minidl.layers import (
-    AdaptiveAvgPool2d,
-    AvgPool2d,
-    BatchNorm2d,
-    Concat,
-    Conv2d,
-    Flatten,
-    Linear,
-    MaxPool2d,
-    ReLU,
-)
+from minidl.layers import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, Concat, Conv2d, Flatten, Linear, MaxPool2d, ReLU
 
 _GROWTH = 32
 _BOTTLENECK = 4  # a 1×1 convolution first reduces to this many times the growth

@@ -2,19 +2,7 @@
 
 from minidl.profile.cost import Cost, PassCost
 from minidl.profile.results import load, result, write
-from minidl.profile.spans import NullProfiler, Profiler, SpanRecorder
+from minidl.profile.spans import Profiler, SpanRecorder
 from minidl.profile.timing import Budget, Timing, timer
 
-__all__ = [
-    "Budget",
-    "Cost",
-    "NullProfiler",
-    "PassCost",
-    "Profiler",
-    "SpanRecorder",
-    "Timing",
-    "load",
-    "result",
-    "timer",
-    "write",
-]
+__all__ = ["Budget", "Cost", "PassCost", "Profiler", "SpanRecorder", "Timing", "load", "result", "timer", "write"]

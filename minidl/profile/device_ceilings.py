@@ -11,12 +11,12 @@ import numpy as np
 from minidl.cuda import ceiling
 from minidl.cuda.device import current_device, import_cupy
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.inputs import noise
 from minidl.profile.timing import Budget, Call, DeviceTimer, Timing
 
 COPY_BYTES = 1 << 30
 LINK_BYTES = 256 << 20
 MATRIX_SIZE = 8192
-PERIOD = 1 << 22  # random numbers; they repeat after so many, which no kernel notices
 FMA_STEPS = 8192
 L2_REPEATS = 64
 BUDGET = Budget(samples=15, seconds=0.5, rest=2.0)
@@ -51,19 +51,6 @@ def measure(ops: ModuleType, begin: Callable[[str], None]) -> dict[str, Any]:
     return figures
 
 
-def _noise(ops: ModuleType, count: int, dtype: Any, seed: int = 0) -> Any:
-    """(count,) normal values: zeros would cost less power, and so run faster, than a network's numbers."""
-    base = ops.from_host(np.random.default_rng(seed).standard_normal(min(count, PERIOD), np.float32))
-    base = ops.cast(base, dtype)
-    if count <= PERIOD:
-        return base
-    noise = ops.empty(count, dtype)
-    for first in range(0, count, PERIOD):
-        part = noise[first : first + PERIOD]
-        ops.copy_into(part, base[: part.size])
-    return noise
-
-
 def _gb_per_s(moved: int, timing: Timing) -> float:
     return moved / (timing.ms * 1e6)
 
@@ -78,7 +65,7 @@ def copy_bandwidth(ops: ModuleType, timer: DeviceTimer) -> float:
     One is the driver's, outside any graph (as a node of a graph it takes a slower path); the other is our kernel's.
     """
     size = min(COPY_BYTES, current_device().memory_bytes // 16)
-    source = _noise(ops, size // float32.itemsize, float32)
+    source = noise(ops, (size // float32.itemsize,), float32)
     target = ops.empty(source.shape, float32)
     driver = timer.hot(lambda: target.data.copy_from_device_async(source.data, source.nbytes), BUDGET)
     kernel = timer.replayed([lambda: ops.copy_into(target, source)] * 4, BUDGET)
@@ -88,7 +75,7 @@ def copy_bandwidth(ops: ModuleType, timer: DeviceTimer) -> float:
 def l2_bandwidth(ops: ModuleType, timer: DeviceTimer) -> float:
     """GB/s, read plus written, of copies within a quarter of the second-level cache."""
     size = ceiling.l2_copy_bytes(current_device().l2_bytes // 8)
-    source = _noise(ops, size // float32.itemsize, float32)
+    source = noise(ops, (size // float32.itemsize,), float32)
     target = ops.empty(source.shape, float32)
     timing = timer.hot(lambda: ceiling.l2_copy(target, source, L2_REPEATS), BUDGET)
     return _gb_per_s(2 * size * L2_REPEATS, timing)
@@ -115,7 +102,7 @@ def matrix_rates(ops: ModuleType, timer: DeviceTimer, begin: Callable[[str], Non
     n, rates = MATRIX_SIZE, {}
     for name, (storage, *_) in MATRIX_KINDS.items():
         begin(f"matrix rate, {name}")
-        a, b = (_noise(ops, n * n, storage, seed) for seed in (1, 2))
+        a, b = (noise(ops, (n * n,), storage, seed) for seed in (1, 2))
         rates[name] = _tflops(2 * n**3, timer.hot(product(name, a, b), BUDGET))
     return {"matrix_tflops": rates, "matrix_by": dict.fromkeys(rates, by)}
 

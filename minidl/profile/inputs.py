@@ -1,35 +1,38 @@
-"""Operands for benchmarks: random values made on the device, since zeros and constants cost a GPU less power."""
+"""Operands for benchmarks: random values made on the device, as zeros and constants cost a GPU less power and time."""
 
 from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from minidl.precision import float32
-
 _PERIOD = 1 << 22
 _STARTS, _ALIGNED = 1 << 10, 64  # places where arrays start among the random numbers; values between them
 
 
-def noise(ops: ModuleType, shape: tuple[int, ...], dtype: Any, seed: int = 0) -> Any:
-    """Normal values of the table's kind; they repeat every 2^22, which no kernel notices."""
+def noise(ops: ModuleType, shape: Sequence[int], dtype: Any, seed: int = 0, values: Any = None) -> Any:
+    """Normal values of the table's kind; they repeat every 2^22, which no kernel notices.
+
+    Args:
+        values: `normals` as an array of the table, for who draws often; default: what is needed of them is copied.
+    """
     size, start = math.prod(shape), seed % _STARTS * _ALIGNED
-    base = ops.from_host(_normals()[start : start + min(size, _PERIOD)])
-    if size <= _PERIOD:
-        return ops.cast(base.reshape(shape), dtype)
-    flat = ops.empty(size, float32)
+    part = slice(start, start + min(size, _PERIOD))
+    base = ops.cast(ops.from_host(normals()[part]) if values is None else values[part], dtype)
+    flat = ops.empty((size,), dtype)
     for begin in range(0, size, _PERIOD):
         end = min(begin + _PERIOD, size)
         ops.copy_into(flat[begin:end], base[: end - begin])
-    return ops.cast(flat.reshape(shape), dtype)
+    return flat.reshape(shape)
 
 
 @functools.cache
-def _normals() -> np.ndarray:
+def normals() -> np.ndarray:
+    """The values that `noise` takes its parts from, float32."""
     return np.random.default_rng(0).standard_normal(_PERIOD + _STARTS * _ALIGNED, np.float32)
 
 

@@ -13,18 +13,17 @@ from __future__ import annotations
 import csv
 import gzip
 import json
-import os
 import platform
 import shlex
 import subprocess
 import sys
-import tempfile
 import zlib
 from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from minidl.checkpoint import write_whole
 from minidl.dist.threads import available_cores
 
 SCHEMA = 1
@@ -64,24 +63,10 @@ def result(
     return head | more | {"rows": rows}
 
 
-def write(path: str | Path, content: Mapping[str, Any]) -> None:
-    """Write a result file as `write_whole` does."""
-    write_whole(path, _text(content).encode())
-
-
-def write_whole(path: str | Path, data: bytes) -> None:
-    """Write a file, whole or not at all; folders are made. One whose name ends in ``.gz`` is compressed."""
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(gzip.compress(data, mtime=0) if path.suffix == ".gz" else data)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def write(path: str | Path, content: Mapping[str, Any] | bytes) -> None:
+    """Write a result file, or any other, as `minidl.checkpoint.write_whole` does; ``.gz`` in its name: compressed."""
+    data = content if isinstance(content, bytes) else _text(content).encode()
+    write_whole(path, gzip.compress(data, mtime=0) if Path(path).suffix == ".gz" else data)
 
 
 def _text(content: Mapping[str, Any]) -> str:

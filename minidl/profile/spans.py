@@ -11,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
+from minidl import checks
 
-class Profiler(Protocol):
-    """What layers, arena, loss and optimizer call."""
+_NOTHING = nullcontext()
+
+
+class Profiler:
+    """What layers, arena, loss and optimizer call; this one sees nothing and costs nothing."""
 
     def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
         """A context around the launching of some work.
@@ -25,29 +29,24 @@ class Profiler(Protocol):
                 other ranks' totals of the loss).
             stream: the CUDA stream that the work goes to; None: the current one, or the calling thread on a CPU.
         """
+        return _NOTHING
+
+
+NULL_PROFILER = Profiler()
 
 
 @runtime_checkable
-class GraphProfiler(Profiler, Protocol):
+class GraphProfiler(Protocol):
     """A profiler that also sees steps that are launches of CUDA graphs."""
+
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
+        """See `Profiler`."""
 
     def capturing(self) -> AbstractContextManager[Any]:
         """Around the capture of a step, or of a part of one, whose spans the graph times: what `launching` is told."""
 
     def launching(self, piece: Any) -> None:
         """The graph of ``piece`` is about to be launched."""
-
-
-class NullProfiler:
-    """Sees nothing and costs nothing."""
-
-    _nothing = nullcontext()
-
-    def span(self, layer: str, pass_name: str, stream: Any = None) -> AbstractContextManager[None]:
-        return self._nothing
-
-
-NULL_PROFILER = NullProfiler()
 
 
 class SpanRecorder:
@@ -60,3 +59,25 @@ class SpanRecorder:
     def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
         self.events.append((layer, pass_name))
         yield
+
+
+class NvtxRanges:
+    """A profiler that marks each span on the host's thread.
+
+    Raises:
+        ImportError: without CuPy, through which NVTX is called.
+    """
+
+    def __init__(self) -> None:
+        with checks.needs("NVTX ranges", "cuda13"):
+            from cupy.cuda import nvtx
+        self._nvtx = nvtx
+
+    @contextmanager
+    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
+        """See `minidl.profile.Profiler`."""
+        self._nvtx.RangePush(f"{layer}/{pass_name}")
+        try:
+            yield
+        finally:
+            self._nvtx.RangePop()

@@ -103,6 +103,12 @@ class Budget:
                 time.sleep(min(self.rest * (time.perf_counter() - started), _LONGEST_REST))
         return Timing(tuple(taken))
 
+    def per_call(self, elapsed: Callable[[int], float], calls: int = 1) -> Timing:
+        """Of ``elapsed``, the milliseconds of so many repeats of ``calls``; repeated until a sample is long enough."""
+        repeats = max(1, math.ceil(self.sample_ms / max(elapsed(1), 1e-3)))
+        elapsed(repeats)
+        return self.take(lambda: elapsed(repeats) / (repeats * calls))
+
 
 def balanced(n: int) -> list[list[int]]:
     """Orders for n rivals that take turns: in all of them together each stands at every place equally often, and right
@@ -191,20 +197,10 @@ class DeviceTimer(Timer):
         self._stop.synchronize()
         return self._cupy.cuda.get_elapsed_time(self._start, self._stop)
 
-    def _repeated(self, stream: Any, body: Call, calls: int, budget: Budget) -> Timing:
-        """Time per call where ``body`` makes ``calls`` of them; repeated until a sample is long enough."""
-
-        def elapsed(repeats: int) -> float:
-            return self._elapsed(stream, lambda: [body() for _ in range(repeats)])
-
-        repeats = max(1, math.ceil(budget.sample_ms / max(elapsed(1), 1e-3)))
-        elapsed(repeats)
-        return budget.take(lambda: elapsed(repeats) / (repeats * calls))
-
     def replayed(self, calls: Sequence[Call], budget: Budget = Budget()) -> Timing:
         with self.captured(calls) as (launch, stream):
             launch()
-            return self._repeated(stream, launch, len(calls), budget)
+            return budget.per_call(partial(self._repeated, launch, stream), len(calls))
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
         room = self._graphs.Room()
@@ -212,11 +208,11 @@ class DeviceTimer(Timer):
             runs = []
             for calls in contestants:
                 launch, stream = graphs.enter_context(self.captured(calls, room))
-                runs.append((partial(self._launched, launch, stream), len(calls)))
+                runs.append((partial(self._repeated, launch, stream), len(calls)))
             return self._turns(runs, budget)
 
-    def _launched(self, launch: Call, stream: Any, repeats: int) -> float:
-        return self._elapsed(stream, lambda: [launch() for _ in range(repeats)])
+    def _repeated(self, call: Call, stream: Any, repeats: int) -> float:
+        return self._elapsed(stream, lambda: [call() for _ in range(repeats)])
 
     @contextmanager
     def captured(self, calls: Sequence[Call], room: Room | None = None) -> Iterator[tuple[Call, Any]]:
@@ -242,7 +238,7 @@ class DeviceTimer(Timer):
     def hot(self, call: Call, budget: Budget = Budget()) -> Timing:
         stream = self._cupy.cuda.get_current_stream()
         call()
-        return self._repeated(stream, call, 1, budget)
+        return budget.per_call(partial(self._repeated, call, stream))
 
     def cold(self, call: Call, budget: Budget = Budget()) -> Timing:
         from minidl.cuda.spin import spin

@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from minidl.profile.results import Row, write_whole
+from minidl.profile.results import Row, write
 
 LARGE_BYTES = 50 << 20  # viewers become slow
 LARGEST_BYTES = 300 << 20  # viewers give up
@@ -73,7 +73,7 @@ def chrome_trace(content: Mapping[str, Any]) -> dict[str, Any]:
         "traceEvents": events,
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": _base(content),
-        "otherData": _about(content),
+        "otherData": {key: str(content[key]) for key in ("benchmark", "command", "commit", "date") if content.get(key)},
     }
 
 
@@ -92,7 +92,7 @@ def write_trace(path: str | Path, content: Mapping[str, Any]) -> str | None:
     remedy = "profile fewer steps, or fewer ranks"  # compressing does not help: viewers hold it unpacked
     if len(data) > LARGEST_BYTES:
         raise ValueError(f"{size} exceeds the {LARGEST_BYTES >> 20} MB that viewers open; {remedy}")
-    write_whole(path, data)
+    write(path, data)
     return f"{size}: viewers will be slow with it; {remedy}" if len(data) > LARGE_BYTES else None
 
 
@@ -205,7 +205,3 @@ def _base(content: Mapping[str, Any]) -> int:
         return int(datetime.fromisoformat(content["date"]).timestamp()) * 10**9
     except (KeyError, TypeError, ValueError):
         return 0
-
-
-def _about(content: Mapping[str, Any]) -> dict[str, str]:
-    return {key: str(content[key]) for key in ("benchmark", "command", "commit", "date") if content.get(key)}

@@ -138,7 +138,7 @@ def test_different_devices_are_refused_on_every_rank(tmp_path):
     done = job.run("joining", 2, tmp_path, "different_devices")
     assert done.status == 0, done.output
     for answer in done.answers:
-        assert "cpu on ranks 0, cuda on ranks 1" in answer["error"] and answer["solo"]
+        assert "on rank 0: cpu; on rank 1: cuda" in answer["error"] and answer["solo"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -107,14 +107,9 @@ def smoothed_cross_entropy(
 
 
 def _forward(
-    logits: Any,
-    labels: Any,
-    weights: Any | None,
-    smoothed: bool,
-    ignore_index: int,
-    smoothing: float = 0.0,
+    logits: Any, labels: Any, weights: Any | None, smoothed: bool, ignore_index: int, smoothing: float = 0.0,
     top: int = 1,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     logits, labels = as_rows(logits), contiguous(labels)
     lse, columns, count = empty(labels.shape, float32), 6 if smoothed else 4, labels.size
     if count == 0:
@@ -140,32 +135,18 @@ def softmax_cross_entropy_backward(
 
 
 def smoothed_cross_entropy_backward(
-    logits: Any,
-    labels: Any,
-    lse: Any,
-    totals: Any,
-    weights: Any | None = None,
-    scale: Any | None = None,
-    *,
-    smoothing: float,
-    ignore_index: int,
-) -> Any:
+    logits: Any, labels: Any, lse: Any, totals: Any, weights: Any | None = None, scale: Any | None = None, *,
+    smoothing: float, ignore_index: int,
+) -> Any:  # fmt: skip
     """As `minidl.cpu.loss.smoothed_cross_entropy_backward`."""
     assert totals.shape == (6,), totals.shape
     return _backward(logits, labels, lse, totals, weights, scale, True, ignore_index, smoothing)
 
 
 def _backward(
-    logits: Any,
-    labels: Any,
-    lse: Any,
-    totals: Any,
-    weights: Any | None,
-    scale: Any | None,
-    smoothed: bool,
-    ignore_index: int,
-    smoothing: float = 0.0,
-) -> Any:
+    logits: Any, labels: Any, lse: Any, totals: Any, weights: Any | None, scale: Any | None, smoothed: bool,
+    ignore_index: int, smoothing: float = 0.0,
+) -> Any:  # fmt: skip
     logits, labels, lse = as_rows(logits), contiguous(labels), contiguous(lse)
     assert lse.dtype == float32 and lse.shape == labels.shape, (lse.dtype, lse.shape)
     assert totals.dtype == np.float64, totals.dtype

@@ -30,13 +30,7 @@ def _variant(x: Any, t: Any, loss: str, b: float, *more: Any) -> dict[str, int |
 
 
 def pointwise_loss(x: Any, target: Any, loss: str, a: float = 1.0, b: float = 0.0) -> Any:
-    """Totals (2,) float64 over this rank's elements: sum of the terms, number of elements.
-
-    Args:
-        x, target: of one shape and storage dtype.
-        loss: "mse"; "bce_with_logits", ``a`` the weight of positive terms; "focal" (on logits), ``a`` the weight of
-            positive terms and 1 - a of the others, ``b`` the focusing exponent, 0 or at least 1.
-    """
+    """As `minidl.cpu.pointwise_loss.pointwise_loss`."""
     x, target = contiguous(x), contiguous(target)
     if x.size == 0:
         return zeros((2,), np.float64)

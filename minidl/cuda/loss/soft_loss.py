@@ -62,15 +62,9 @@ def soft_cross_entropy(
 
 
 def soft_cross_entropy_backward(
-    logits: Any,
-    targets: Any,
-    lse: Any,
-    totals: Any,
-    weights: Any | None = None,
-    scale: Any | None = None,
-    *,
+    logits: Any, targets: Any, lse: Any, totals: Any, weights: Any | None = None, scale: Any | None = None, *,
     smoothing: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """As `minidl.cpu.soft_loss.soft_cross_entropy_backward`."""
     logits, targets = _arrays(logits, targets)
     assert totals.dtype == np.float64 and totals.shape == (COLUMNS,), (totals.dtype, totals.shape)

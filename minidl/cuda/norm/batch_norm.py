@@ -47,16 +47,9 @@ _ARGUMENT = np.dtype(
 
 @functools.lru_cache(maxsize=4096)
 def cut_rows(
-    count: int,
-    channels: int,
-    itemsize: int,
-    vec: int,
-    x_pitch: int,
-    dy_pitch: int = 0,
-    y_pitch: int = 0,
-    blocks: int = TARGET_BLOCKS,
-    pixels: int = 1,
-) -> Chunks:
+    count: int, channels: int, itemsize: int, vec: int, x_pitch: int, dy_pitch: int = 0, y_pitch: int = 0,
+    blocks: int = TARGET_BLOCKS, pixels: int = 1,
+) -> Chunks:  # fmt: skip
     """The cut for ``count`` rows of ``channels``; so many ``blocks`` of the kernel fill the device.
 
     A row may stand for several ``pixels``, of which a thread has as many in flight.
@@ -110,17 +103,7 @@ def batch_norm_stats(x: Any, *, finish: bool = True) -> Any:
 def batch_norm_finalize(
     stats: Any, eps: float, *, running_mean: Any = None, running_var: Any = None, momentum: float = 0.1
 ) -> tuple[Any, Any]:
-    """Merge the rows of ``stats`` (R, 1 + 2C) or (1 + 2C,) float64, in order, into moments and the total count.
-
-    Statistics that ``batch_norm_stats`` or ``conv2d_stats`` left unfinished are taken, too.
-
-    Running statistics (C,) float32 are updated in place: ``new = (1 - momentum)*old + momentum*batch``, with the
-    unbiased variance (the biased one when the count is 1); an empty batch leaves them as they are.
-
-    Returns:
-        moments: (2, C) float32: mean and ``1/sqrt(biased variance + eps)``.
-        count: (1,) float64.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_finalize`; statistics left unfinished are taken, too."""
     if isinstance(stats, Parts | Joined):
         _check_parameters(stats.channels, running_mean=running_mean, running_var=running_var)
         found = stats.finalize(eps, running_mean, running_var, momentum)
@@ -174,38 +157,18 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
 
 
 def batch_norm_apply(
-    x: Any,
-    moments: Any,
-    gamma: Any = None,
-    beta: Any = None,
-    *,
-    add: Any = None,
-    add_moments: Any = None,
-    add_gamma: Any = None,
-    add_beta: Any = None,
-    relu: bool = False,
-    out: Any = None,
-) -> Any:
-    """``(x - mean)*rstd*gamma + beta`` (+ ``add``) (then ReLU), in float32, rounded once to the type of ``x``.
-
-    With ``add_moments`` the array ``add`` is batch-normalised too: the join of a residual block with a projection. The
-    result lies in ``out``, dense or pitched, if that is given.
-    """
+    x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, add: Any = None, add_moments: Any = None,
+    add_gamma: Any = None, add_beta: Any = None, relu: bool = False, out: Any = None,
+) -> Any:  # fmt: skip
+    """As `minidl.cpu.batch_norm.batch_norm_apply`."""
     a = np.float32(0.0 if relu else -np.inf)
     return _apply({}, a, x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, out)[0]
 
 
 def batch_norm_join(
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    add: Any,
-    *,
-    add_moments: Any = None,
-    add_gamma: Any = None,
+    x: Any, moments: Any, gamma: Any, beta: Any, add: Any, *, add_moments: Any = None, add_gamma: Any = None,
     add_beta: Any = None,
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any]:  # fmt: skip
     """`batch_norm_apply` with ``add`` and ReLU, and the signs of its result, which the backward pass reads instead.
 
     Returns:
@@ -222,19 +185,9 @@ def batch_norm_activate(x: Any, moments: Any, gamma: Any, beta: Any, function: s
 
 
 def _apply(
-    defines: dict[str, Any],
-    a: np.float32,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    add: Any = None,
-    add_moments: Any = None,
-    add_gamma: Any = None,
-    add_beta: Any = None,
-    out: Any = None,
-    signed: bool = False,
-) -> tuple[Any, Any]:
+    defines: dict[str, Any], a: np.float32, x: Any, moments: Any, gamma: Any, beta: Any, add: Any = None,
+    add_moments: Any = None, add_gamma: Any = None, add_beta: Any = None, out: Any = None, signed: bool = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """(the output, its signs if they are asked for and vectors have eight values)
 
     ``defines`` names the kernel's FUNCTION, where it is one, whose parameter is ``a``.
@@ -266,32 +219,15 @@ def _apply(
 def batch_norm_backward_stats(
     dy: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
 ) -> Any:
-    """``[sum dy, sum dy*(x - mean)*rstd]`` per channel: (2, C) float64.
-
-    The same sums, rounded to float32, go to the local gradients ``dbeta`` and ``dgamma`` (C,) where given (added with
-    ``accumulate``), before anyone reduces the returned ones over ranks.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_stats`; before anyone reduces the sums over ranks."""
     return _backward_stats(0, dy, x, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
 def batch_norm_activate_backward_stats(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    dgamma: Any = None,
-    dbeta: Any = None,
-    accumulate: bool = False,
-) -> Any:
-    """`batch_norm_backward_stats` behind ``batch_norm_activate(x, moments, gamma, beta, function, slope)``.
-
-    ``dy`` is the gradient of its output. The slope is recomputed from ``x``; the mask of a ReLU with the forward pass's
-    rounding.
-    """
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str = "relu", slope: float = 0.0, *,
+    dgamma: Any = None, dbeta: Any = None, accumulate: bool = False,
+) -> Any:  # fmt: skip
+    """As `minidl.cpu.batch_norm.batch_norm_activate_backward_stats`."""
     given = {"gamma": gamma, "beta": beta, "function": function, "slope": slope}
     return _backward_stats(1, dy, x, moments, **given, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
@@ -299,10 +235,7 @@ def batch_norm_activate_backward_stats(
 def batch_norm_join_backward_stats(
     dy: Any, y: Any, x: Any, moments: Any, *, dgamma: Any = None, dbeta: Any = None, accumulate: bool = False
 ) -> tuple[Any, Any]:
-    """(`batch_norm_backward_stats` of ``g``, ``g``) with ``g`` = `relu_backward` of ``dy`` and ``y``, in one pass.
-
-    ``y`` is the output of a ReLU over a sum with this batch norm in it, or its signs; the other summands get ``g`` too.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_join_backward_stats`; in one pass; ``y`` may be its signs."""
     masked = empty(dy.shape, dy.dtype)
     if signed := are_signs(y):
         check_signs(y, x)
@@ -311,21 +244,9 @@ def batch_norm_join_backward_stats(
 
 
 def _backward_stats(
-    mask: int,
-    dy: Any,
-    x: Any,
-    moments: Any,
-    *,
-    gamma: Any = None,
-    beta: Any = None,
-    function: str = "relu",
-    slope: float = 0.0,
-    y: Any = None,
-    masked: Any = None,
-    dgamma: Any,
-    dbeta: Any,
-    accumulate: bool,
-) -> Any:
+    mask: int, dy: Any, x: Any, moments: Any, *, gamma: Any = None, beta: Any = None, function: str = "relu",
+    slope: float = 0.0, y: Any = None, masked: Any = None, dgamma: Any, dbeta: Any, accumulate: bool,
+) -> Any:  # fmt: skip
     """The statistics of the backward pass; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(x, "batch_norm_backward_stats")
     x, dy = as_rows(x), _same(x, dy)
@@ -366,25 +287,14 @@ def batch_norm_backward_sums(
 def batch_norm_backward_apply(
     dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, *, add: Any = None
 ) -> Any:
-    """``gamma*rstd*(dy - sums[0]/count - xhat*sums[1]/count)`` (+ ``add``), rounded once.
-
-    With ``sums`` and ``count`` None the moments were constants (evaluation mode): ``gamma*rstd*dy``.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_apply`."""
     return _backward_apply(0, dy, x, moments, gamma, None, "relu", 0.0, sums, count, add)
 
 
 def batch_norm_backward_apply_stats(
     dy: Any, x: Any, moments: Any, gamma: Any, sums: Any, count: Any, other: Any, other_moments: Any
 ) -> tuple[Any, Any]:
-    """`batch_norm_backward_apply`, and in the same pass over ``dy`` the sums of a second batch norm with that gradient.
-
-    Args:
-        other, other_moments: its input, the other summand of a sum, and moments.
-
-    Returns:
-        The gradient of ``x``; and for ``batch_norm_backward_sums`` the parts of what `batch_norm_backward_stats` finds
-        of ``dy``, ``other`` and ``other_moments``.
-    """
+    """As `minidl.cpu.batch_norm.batch_norm_backward_apply_stats`; in one pass over ``dy``; the sums come as parts."""
     code = dtype_code(dy, "batch_norm_backward_apply_stats", "dy")
     dy, x, other = as_rows(dy), _same(dy, x), _same(dy, other)
     count_rows, channels, dy_pitch = rows(dy)
@@ -404,18 +314,9 @@ def batch_norm_backward_apply_stats(
 
 
 def batch_norm_activate_backward_apply(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    sums: Any,
-    count: Any,
-    function: str = "relu",
-    slope: float = 0.0,
-    *,
-    add: Any = None,
-) -> Any:
+    dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, function: str = "relu",
+    slope: float = 0.0, *, add: Any = None,
+) -> Any:  # fmt: skip
     """`batch_norm_backward_apply` behind `batch_norm_activate`, of gradient ``dy``."""
     return _backward_apply(1, dy, x, moments, gamma, beta, function, slope, sums, count, add)
 
@@ -426,18 +327,9 @@ def _masking(function: str) -> dict[str, str]:
 
 
 def _backward_apply(
-    mask: int,
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    function: str,
-    slope: float,
-    sums: Any,
-    count: Any,
+    mask: int, dy: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float, sums: Any, count: Any,
     add: Any,
-) -> Any:
+) -> Any:  # fmt: skip
     """The gradient of the input; ``mask`` is the kernel's macro MASK."""
     code = dtype_code(dy, "batch_norm_backward_apply", "dy")
     batch = sums is not None

@@ -23,10 +23,7 @@ UNROLL, VALUES = 4, 4  # vectors that a thread has in flight, of so many values:
 
 
 def batch_norm_means(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
-    """Means (N, 1, ..., 1, C) over the pixels of each sample of what ``batch_norm_activate`` makes of x (N, ..., C).
-
-    Its values are not rounded before.
-    """
+    """As `minidl.cpu.gated_norm.batch_norm_means`."""
     return _sums(FORWARD, x, None, moments, gamma, beta, function, slope)[0]
 
 
@@ -47,33 +44,16 @@ def batch_norm_gate(x: Any, moments: Any, gamma: Any, beta: Any, gate: Any, func
 def batch_norm_gate_gradient(
     dz: Any, x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0
 ) -> tuple[Any, Any]:
-    """The gradient of the gate of `batch_norm_gate`, and sums that its batch norm needs later, in one pass.
-
-    Args:
-        dz: gradient of its output, (N, ..., C).
-
-    Returns:
-        dgate (N, 1, ..., 1, C): sums of ``dz*y`` with y what is gated; and (N, 4, C) float32: sums of ``dz*s``, ``s``,
-        ``dz*s*(x - mean)`` and ``s*(x - mean)`` with s the slope of the activation.
-    """
+    """As `minidl.cpu.gated_norm.batch_norm_gate_gradient`."""
     assert dz.shape == x.shape and dz.dtype == x.dtype, (checks.describe(dz), checks.describe(x))
     return _sums(BACKWARD, x, dz, moments, gamma, beta, function, slope)
 
 
 def batch_norm_gate_backward_stats(
-    sums: Any,
-    gate: Any,
-    dmean: Any,
-    pixels: int,
-    moments: Any,
-    *,
-    dgamma: Any = None,
-    dbeta: Any = None,
+    sums: Any, gate: Any, dmean: Any, pixels: int, moments: Any, *, dgamma: Any = None, dbeta: Any = None,
     accumulate: bool = False,
-) -> Any:
-    """`batch_norm_backward_stats` behind `batch_norm_gate` and `batch_norm_means`, from what `batch_norm_gate_gradient`
-    left of images of so many ``pixels``: the gradient of the activation's output is ``dz*gate + dmean/pixels``.
-    """
+) -> Any:  # fmt: skip
+    """As `minidl.cpu.gated_norm.batch_norm_gate_backward_stats`."""
     n, four, channels = sums.shape
     assert four == BACKWARD - 1 and gate.size == dmean.size == n * channels, checks.describe(sums)
     parts, gate, dmean = empty((n, 2, channels), float32), contiguous(gate), contiguous(dmean)
@@ -85,18 +65,9 @@ def batch_norm_gate_backward_stats(
 
 
 def batch_norm_gate_backward_apply(
-    dz: Any,
-    gate: Any,
-    dmean: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any,
-    beta: Any,
-    sums: Any,
-    count: Any,
-    function: str,
+    dz: Any, gate: Any, dmean: Any, x: Any, moments: Any, gamma: Any, beta: Any, sums: Any, count: Any, function: str,
     slope: float = 0.0,
-) -> Any:
+) -> Any:  # fmt: skip
     """``batch_norm_activate_backward_apply`` of the gradient ``dz*gate + dmean/pixels``, which is never written."""
     assert dz.shape == x.shape and dz.dtype == x.dtype, (checks.describe(dz), checks.describe(x))
     code, x, gate, dmean = _checked("batch_norm_gate", x, moments, gamma, beta, gate, dmean)

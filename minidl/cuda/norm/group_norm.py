@@ -136,20 +136,10 @@ def group_norm_apply(x: Any, moments: Any, gamma: Any | None = None, beta: Any |
 
 
 def group_norm_backward_stats(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any | None = None,
-    *,
-    dgamma: Any | None = None,
-    dbeta: Any | None = None,
+    dy: Any, x: Any, moments: Any, gamma: Any | None = None, *, dgamma: Any | None = None, dbeta: Any | None = None,
     accumulate: bool = False,
-) -> Any:
-    """Parameter gradients (C,) float32 where asked for, overwritten or added to, and what the data gradient needs.
-
-    Returns:
-        sums (2, N, groups) float32: means over each group of ``dy * gamma`` and of ``dy * gamma * xhat``.
-    """
+) -> Any:  # fmt: skip
+    """As `minidl.cpu.group_norm.group_norm_backward_stats`."""
     _check_operands(dy, x)
     for out in (dgamma, dbeta):
         if out is not None:

@@ -21,14 +21,7 @@ def _present(*arrays: Any) -> tuple[Any, ...]:
 
 
 def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps: float) -> tuple[Any, Any]:
-    """``(x - mean) * rstd * gamma + beta`` for each row of ``x`` (..., C).
-
-    Args:
-        gamma, beta: (C,) float32, or None for 1 and 0.
-
-    Returns:
-        y like ``x``; moments (2, rows) float32: mean and 1 / sqrt(biased variance + eps).
-    """
+    """As `minidl.cpu.layer_norm.layer_norm`."""
     x = as_rows(x)
     count, channels, pitch = rows(x)
     y, moments = empty(x.shape, x.dtype), empty((2, count), float32)
@@ -40,13 +33,7 @@ def layer_norm(x: Any, gamma: Any | None = None, beta: Any | None = None, *, eps
 
 
 def layer_norm_backward_weight(
-    dy: Any,
-    x: Any,
-    moments: Any,
-    *,
-    dgamma: Any | None = None,
-    dbeta: Any | None = None,
-    accumulate: bool = False,
+    dy: Any, x: Any, moments: Any, *, dgamma: Any | None = None, dbeta: Any | None = None, accumulate: bool = False
 ) -> None:
     """``dgamma`` (C,) float32 = sum over rows of ``dy * xhat``, ``dbeta`` = sum of ``dy``; overwritten, or added to."""
     assert dy.shape == x.shape and dy.dtype == x.dtype, (checks.describe(dy), checks.describe(x))

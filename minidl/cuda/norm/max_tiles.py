@@ -46,12 +46,7 @@ def batch_norm_max_tiles_backward_stats(
     dy: Any, add: Any, x: Any, moments: Any, gamma: Any, beta: Any, *, kernel: Pair, dgamma: Any = None,
     dbeta: Any = None, accumulate: bool = False,
 ) -> Any:  # fmt: skip
-    """``batch_norm_activate_backward_stats``, the gradient of the ReLU's output being that of two readers.
-
-    Args:
-        dy: gradient of what `batch_norm_max_tiles` pooled.
-        add: (N, H, W, C), of its output elsewhere, or None.
-    """
+    """As `minidl.cpu.pool2d.batch_norm_max_tiles_backward_stats`."""
     dy, x, add = as_rows(dy), as_rows(x), add if add is None else as_rows(add)
     norm = moments, gamma, beta
     vec = min(_vector_width(dy, x, add, *norm), BYTES // x.itemsize)

@@ -14,23 +14,6 @@ from minidl.profile.plots.style import render, save
 from minidl.profile.runs import NotInFile, Run, runs
 
 __all__ = [
-    "KINDS",
-    "NotInFile",
-    "Run",
-    "add_arguments",
-    "bars",
-    "communication",
-    "fusion",
-    "layers",
-    "make",
-    "memory",
-    "render",
-    "roofline",
-    "run",
-    "runs",
-    "save",
-    "scaling",
-    "series",
-    "share",
-    "simulated",
-]
+    "KINDS", "NotInFile", "Run", "add_arguments", "bars", "communication", "fusion", "layers", "make", "memory",
+    "render", "roofline", "run", "runs", "save", "scaling", "series", "share", "simulated",
+]  # fmt: skip

@@ -77,7 +77,8 @@ def layers(runs: Sequence[Run]) -> Figure:
     marks = _marks(len(runs))
     keys = [style.dot(shape, _label(run), 7, markerfacecolor=c) for run, (c, shape) in zip(runs, marks, strict=True)]
     style.key(figure, keys, 0.72)
-    style.note(figure, _note(len(types) < sum(b.is_layer for b in columns[0])))
+    joined = "Neighbours joined by block. " if len(types) < sum(b.is_layer for b in columns[0]) else ""
+    style.note(figure, f"{joined}Left of the ridge memory bounds products on this machine, right of it arithmetic.")
     return figure
 
 
@@ -131,8 +132,3 @@ def _ridge(axes: Axes, run: Run) -> None:
         f"ridge {rate(ridge)}", (ridge, 1), (0, 3), xycoords=("data", "axes fraction"), textcoords="offset points",
         ha="center", va="bottom", size=8.5, path_effects=halo(),
     )  # fmt: skip
-
-
-def _note(joined: bool) -> str:
-    text = "Neighbours joined by block. " if joined else ""
-    return f"{text}Left of the ridge memory bounds products on this machine, right of it arithmetic."

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from minidl import checks
-from minidl.profile.results import write_whole
+from minidl.checkpoint import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -92,10 +92,8 @@ _SETTINGS = {
 @contextmanager
 def _settings() -> Iterator[None]:
     """Matplotlib as it comes from its makers plus ours, whatever the user's own defaults; they are put back after."""
-    try:
+    with checks.needs("plots", "plot"):
         from matplotlib import style
-    except ImportError as error:
-        raise checks.missing_extra("plots", "plot", error) from error
     with style.context(["default", _SETTINGS]):
         yield
 
