@@ -57,8 +57,8 @@ class RowsTile(NamedTuple):
 
     def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
-        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
-        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
+        x = self.vec * self.part * (144 if features_last else 128)  # 32 samples of a feature lie side by side
+        return x + 8 * self.capacity + 4 * (self.units + 4) + 16
 
     def shared_bytes(self, features_last: bool) -> int:
         return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
@@ -180,7 +180,7 @@ def multiply(
     samples = prod(y.shape[:-1]) if features_last else y.shape[1]
     down = ceil_div(features, tile.units * UNIT)
     tiles = down * ceil_div(samples, 32 * tile.vec)
-    assert tiles < 2**31, y.shape
+    assert tiles < 2**31 and (pitch < 2**30 or not features_last), (x.shape, y.shape)
     problem = argument(
         _CONVOLUTION if convolution else _PROBLEM, x_pitch=pitch, samples=samples, features=features,
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
