@@ -71,12 +71,13 @@ def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
-    features: int, depth: int, samples: int, density: float, features_last: bool, device: DeviceRecord
+    features: int, depth: int, samples: int, density: float, features_last: bool, device: DeviceRecord, taps: int = 1
 ) -> RowsTile:
     """The tile for so many output features, summed features and samples; it does not change the bits.
 
     Args:
         density: elements over size of the matrix.
+        taps: of a convolution's kernel, each with ``depth`` summed features.
 
     As many output features as x should be read for at a time, and the samples with which rounds of thread blocks are
     expected to take the least time; then fewer features, while even so no multiprocessor gets a second tile.
@@ -87,7 +88,7 @@ def choose_tile(
         return ceil_div(features, units * UNIT) * ceil_div(samples, 32 * vec)
 
     def cost(vec: int) -> float:
-        return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
+        return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, taps * depth, density)
 
     vec, *narrower = (v for v in (4, 3, 2, 1) if 32 * (v - 1) < samples)
     for fewer in narrower:
@@ -95,7 +96,7 @@ def choose_tile(
             vec = fewer
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
-    part = 128 if density < DEEP_BELOW else 64
+    part = 128 if density < DEEP_BELOW and depth > 64 else 64
     tile = RowsTile(units, vec, part, 0, 0)
     items = part * density  # of a feature: half a slot each, and one behind each four
     slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
@@ -164,7 +165,7 @@ def convolve(
     """
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
-    tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
+    tile = tile or choose_tile(features, depth, prod(y.shape[:3]), density, True, current_device(), taps)
     made = lists(indptr, indices, values, order, shape, side, transposed, features, tile, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, order, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
