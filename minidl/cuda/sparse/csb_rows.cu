@@ -56,10 +56,12 @@ constexpr int UNIT = 16;  // output features of a warp
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int SCALE = FEATURES_LAST ? 144 : 128;  // bytes from one summed feature of 32 samples of x to the next
-constexpr int PLANE = PART * SCALE;
-constexpr bool STRIDED = VEC % 2;  // a lane's samples are 32 apart, else neighbours
-constexpr int X_BYTES = VEC * PLANE;
+constexpr int PITCH = PART + 1;  // floats from sample to sample of x in shared memory, features last
+constexpr int PLANE = PART * 128;  // bytes of 32 samples of x, features first
+constexpr bool STRIDED = FEATURES_LAST || VEC % 2;  // a lane's samples are 32 apart, else neighbours
+constexpr int JUMP = FEATURES_LAST ? 128 * PITCH : PLANE;  // bytes between them
+constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
+constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
@@ -67,101 +69,35 @@ constexpr u32 NONE = 0xffffffffu;
 // ---- what the fetching warps do
 
 #if FEATURES_LAST
-// A part of x on its way through registers, where it is turned: a warp takes all features of four samples at a time, a
-// thread every 32nd of them, and stores four samples of a feature at once; neighbours are SCALE bytes apart, an odd
-// multiple of 16, so eight of them meet no bank twice. While one four is stored the next is on its way. Beyond the last
-// sample or feature the last one is read again, to where nobody looks.
-// `pixels`: with CONV, where in shared memory each sample of the tile finds the tap's pixel, or -1.
-struct Piece {
-    static constexpr int COPIES = PART / 32, STEP = FETCHERS / 32 * 4, TURNS = SAMPLES / STEP;
-
-    float v[2][COPIES][4];
-    u32 outside[2];  // of the image: a bit for each sample
-    u64 x;
-    u32 pitch, to;  // bytes
-    int next, last;  // samples of the tile
-    int left;        // features from this thread's first on
-    bool whole;      // none of the part's are beyond the last
-    u32 pixels;
-
-    __device__ __forceinline__ Piece(const float* __restrict__ source, const Problem& p, i64 sample, int feature,
-                                     u32 pixels)
-        : pixels(pixels) {
-        const int thread = thread_again(), lane = thread % 32, warp = thread / 32;
-        left = p.depth - feature - lane;
-        whole = feature + PART <= p.depth;
-        x = reinterpret_cast<u64>(source + (CONV ? 0 : sample * p.x_pitch) + (left > 0 ? feature + lane : 0));
-        pitch = static_cast<u32>(4 * p.x_pitch);
-        to = lane * SCALE + warp * 16;
-        next = 4 * warp;
-        last = p.samples - sample < SAMPLES ? static_cast<int>(p.samples - sample) - 1 : SAMPLES - 1;
-        if (whole) load<true>(0), load<true>(1);
-        else load<false>(0), load<false>(1);
-    }
-
-    // Into a stage that is free.
-    __device__ __forceinline__ void store(u32 stage) {
-        to += stage;
-        if (whole) take_turns<true>();
-        else take_turns<false>();
-        store_four(0), store_four(1);
-    }
-
-  private:
-    template <bool WHOLE>
-    __device__ __forceinline__ void take_turns() {
-#pragma unroll 1
-        for (int turn = 2; turn < TURNS; turn += 2) {
+// A warp fetches whole rows of samples, 32 features a copy, so that an address serves several: what a fetching warp can
+// do is bound by how fast it issues instructions. Samples beyond the last are others again, whose sums nobody writes.
+// `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
+    constexpr int COPIES = PART / 32, STEP = FETCHERS / 32;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - UNITS;
+    bool inside[COPIES];
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                store_four(i);
-                __syncwarp();  // between stores and loads, which the compiler would gather
-                load<WHOLE>(i);
-                __syncwarp();
-            }
-            to += PLANE;
-        }
-    }
-
-    template <bool WHOLE>
-    __device__ __forceinline__ void load(int i) {
-        int found[4];
-        if constexpr (CONV)
-            asm volatile("ld.shared.v4.s32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(found[0]), "=r"(found[1]), "=r"(found[2]), "=r"(found[3]) : "r"(pixels + 4 * next)
-                         : "memory");
-        outside[i] = 0;
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            int at = CONV ? found[j] : next + j < last ? next + j : last;
-            if (CONV && at < 0) at = 0, outside[i] |= 1 << j;
-            u64 from = x + u64(static_cast<u32>(at)) * pitch;
-            asm volatile("" : "+l"(from));  // one address for all loads
-#pragma unroll
-            for (int c = 0; c < COPIES; ++c) {
-                v[i][c][j] = 0.0f;
-                if (WHOLE || 32 * c < left)
-                    asm volatile("ld.global.L1::no_allocate.f32 %0, [%1];"
-                                 : "=f"(v[i][c][j]) : "l"(from + 128 * c) : "memory");
-            }
-        }
-        next += STEP;
-    }
-
-    __device__ __forceinline__ void store_four(int i) {
-#pragma unroll
-        for (int c = 0; c < COPIES; ++c) {
-            float(&four)[4] = v[i][c];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-                if (CONV && outside[i] >> j & 1) four[j] = 0.0f;
-            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to + 64 * i + 32 * SCALE * c), "f"(four[0]),
-                         "f"(four[1]), "f"(four[2]), "f"(four[3]) : "memory");
-        }
-    }
-};
+    for (int c = 0; c < COPIES; ++c) inside[c] = feature + lane + 32 * c < p.depth;
+    to += 4 * (warp * PITCH + lane);
+    x += feature + lane;
+    const int left = (p.samples - sample < SAMPLES ? static_cast<int>(p.samples - sample) : SAMPLES) - warp;
+    const float* from = x + (left > 0 ? sample + warp : sample) * p.x_pitch;
+#pragma unroll 4
+    for (int i = 0; i < SAMPLES / STEP; ++i) {
+#if CONV
+        const int pixel = pixels[warp + i * STEP];
+        from = x + pixel * p.x_pitch;
 #else
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature) {
+        constexpr int pixel = 0;
+#endif
+#pragma unroll
+        for (int c = 0; c < COPIES; ++c) copy_async<4>(to + 128 * c, from + 32 * c, inside[c] && pixel >= 0);
+        to += 4 * PITCH * STEP;
+        if ((i + 1) * STEP < left) from += STEP * p.x_pitch;
+    }
+}
+#else
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int*) {
     constexpr int ACROSS = 32 / VEC_X, STEP = FETCHERS / ACROSS, COPIES = PART / STEP;
     constexpr int BATCH = COPIES < 8 ? COPIES : 8;  // copies whose bounds are known from one number
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
@@ -188,7 +124,8 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
 #endif
 
 struct Fetch {
-    u32 shared, notes, full, empty, pixels;
+    u32 shared, notes, full, empty;
+    int* pixels;
     Ring<STAGES> ring;
 
 #if CONV
@@ -196,30 +133,26 @@ struct Fetch {
     __device__ __forceinline__ void find_pixels(const Problem& p, i64 sample, int tap) {
         warpgroup_sync(1);
         const int thread = threadIdx.x - 32 * UNITS;
-        Window window = p.window;
-        Axis &h = window.down, &w = window.across;
-        // Else what divisions by these need would be kept from step to step, more than registers hold.
-        asm volatile("" : "+r"(h.grid), "+r"(w.grid), "+r"(w.taps), "+r"(h.divide), "+r"(w.divide));
         if (thread < SAMPLES)
-            store_word(pixels + 4 * thread, sample + thread < p.samples
-                                                ? window.pixel(static_cast<u32>(sample + thread), tap) : NONE);
+            pixels[thread] = sample + thread < p.samples
+                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), tap)) : -1;
         warpgroup_sync(1);
     }
 #endif
 
     // One part of one tile; `list`: this lane's unit. All fetching warps take the same decisions.
     __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
-                                         const Problem& p, i64 sample, int tap, int feature, bool ends) {
+                                         const Problem& p, i64 sample, int step) {
 #if CONV
+        const int tap = step / p.parts, feature = (step - tap * p.parts) * PART;
         if (feature == 0) find_pixels(p, sample, tap);
+#else
+        const int feature = step * PART;
 #endif
         const int lane = threadIdx.x % 32;
         const bool leads = threadIdx.x / 32 == UNITS;
         u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
         do {
-#if FEATURES_LAST && PHASE != 2
-            Piece piece(x, p, sample, feature, pixels);
-#endif
             const u32 size = todo >> lane & 1 ? list.y : 0;
             u32 sum = size;
 #pragma unroll
@@ -236,7 +169,7 @@ struct Fetch {
                 const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
                 if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
-                if (lane == 0) store_word(note + 4 * UNITS, ends && todo == 0);
+                if (lane == 0) store_word(note + 4 * UNITS, step + 1 == p.steps && todo == 0);
                 __syncwarp();
                 if (lane == 0) barrier_expect(barrier, total);
                 __syncwarp();
@@ -244,11 +177,8 @@ struct Fetch {
             }
 #if PHASE == 2
             barrier_arrive(barrier);
-#elif FEATURES_LAST
-            piece.store(stage);
-            barrier_arrive(barrier);
 #else
-            fetch_x(stage, x, p, sample, feature);
+            fetch_x(stage, x, p, sample, feature, pixels);
             barrier_arrive_copied(barrier);
 #endif
             ring.advance();
@@ -274,7 +204,7 @@ DEVICE void load_x(float (&v)[VEC], u32 from) {
     if constexpr (STRIDED) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * PLANE));
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * JUMP));
     } else if constexpr (VEC == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
     } else {
@@ -369,52 +299,46 @@ DEVICE void swap_fours(float (&v)[UNIT]) {
         }
     }
 }
-#endif
-
+#else
 // Neighbours at once. In assembly, since the compiler takes such stores apart, an instruction for each value, to save
 // itself the moving of registers; each of these then writes a part of sixteen sectors.
-template <int COUNT>
-DEVICE void store(float* to, const float* v) {
-    if constexpr (COUNT == 4)
+DEVICE void store_row(float* to, const float (&v)[VEC]) {
+    if constexpr (VEC == 4)
         asm volatile("st.global.v4.f32 [%0], {%1, %2, %3, %4};"
-                     ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]) : "memory");
-    else if constexpr (COUNT == 2)
-        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[1]) : "memory");
+                     ::"l"(to), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[VEC - 1]) : "memory");
+    else if constexpr (VEC == 2)
+        asm volatile("st.global.v2.f32 [%0], {%1, %2};" ::"l"(to), "f"(v[0]), "f"(v[VEC - 1]) : "memory");
     else
         *to = v[0];
 }
+#endif
 
 DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Problem& p, i64 tile,
                   const Features& features) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
-    constexpr int ACROSS = STRIDED ? 1 : VEC, DOWN = STRIDED ? 32 : 1;  // from a lane's sample to its neighbour's, its next
-    const int swaps = VEC_Y == 4 ? 4 : 1, own = lane / swaps * swaps * ACROSS;
-    const int samples = (p.samples - tile < SAMPLES ? static_cast<int>(p.samples - tile) : SAMPLES) - own;
-    y += (tile + own) * p.features;
-    if constexpr (VEC_Y == 4) {
-        const int first = features[lane % 4 * 4], left = first < p.features ? samples : 0;
-        y += first;
 #pragma unroll
-        for (int j = 0; j < VEC; ++j) {
-            float v[UNIT];
+    for (int j = 0; j < VEC; ++j) {
+        float v[UNIT];
 #pragma unroll
-            for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
+        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
+        if constexpr (VEC_Y == 4) {
             swap_fours(v);
+            const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                if (left > j * DOWN + i * ACROSS) store<4>(y, v + 4 * i);
-                y += (i < 3 ? ACROSS : DOWN - 3 * ACROSS) * p.features;
+                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
+                if (sample < p.samples && first < p.features)
+                    *reinterpret_cast<float4*>(y + sample * p.features + first) =
+                        make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
             }
-            __syncwarp();  // else more is moved at a time than registers hold
-        }
-    } else {
+        } else {
+            const i64 sample = tile + 32 * j + lane;
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            const int feature = features[i];
-#pragma unroll
-            for (int j = 0; j < VEC; ++j)
-                if (j * DOWN < samples && feature < p.features) y[i64(j * DOWN) * p.features + feature] = sum[i][j];
+            for (int i = 0; i < UNIT; ++i) {
+                const int feature = features[i];
+                if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
+            }
         }
     }
 #else
@@ -425,7 +349,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         if (feature >= p.features) continue;
         float* const to = y + feature * p.samples + sample;
         if constexpr (VEC_Y == VEC) {
-            if (sample < p.samples) store<VEC>(to, sum[i]);
+            if (sample < p.samples) store_row(to, sum[i]);
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
@@ -452,28 +376,25 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     await_predecessor();
     __syncthreads();
     if (warp >= UNITS) {
-        Fetch fetch = {shared, notes, full, empty, empty + 8 * STAGES};
+        if constexpr (UNITS == 16) give_registers<56>();
+        Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int unit = tile % p.tiles_down * UNITS + lane;
             const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
             const bool there = lane < UNITS && unit < p.units;
             const uint2* const lists = units + i64(unit) * p.steps;
             uint2 next = there ? lists[0] : make_uint2(0, 0);
-            int tap = 0, feature = 0;
-            for (int step = 1; step <= p.steps; ++step) {
+            for (int step = 0; step < p.steps; ++step) {
                 const uint2 list = next;
-                if (there && step < p.steps) next = lists[step];
-                fetch.part(slots, list, x, p, sample, tap, feature, step == p.steps);
-                feature += PART;
-#if CONV
-                if (feature == p.parts * PART) feature = 0, ++tap;
-#endif
+                if (there && step + 1 < p.steps) next = lists[step + 1];
+                fetch.part(slots, list, x, p, sample, step);
             }
         }
         return;
     }
+    if constexpr (UNITS == 16) take_registers<104>();
     constexpr int APART = STRIDED ? 1 : VEC;  // samples from lane to lane
-    const u32 mine = lane * APART / 32 * PLANE + lane * APART % 32 * 4;
+    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * APART / 32 * PLANE + lane * APART % 32 * 4;
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};

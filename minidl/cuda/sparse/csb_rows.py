@@ -57,8 +57,8 @@ class RowsTile(NamedTuple):
 
     def stage_bytes(self, features_last: bool) -> int:
         """Shared memory of a stage: x, lists, notes, barriers."""
-        x = self.vec * self.part * (144 if features_last else 128)  # 32 samples of a feature lie side by side
-        return x + 8 * self.capacity + 4 * (self.units + 4) + 16
+        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
+        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
 
     def shared_bytes(self, features_last: bool) -> int:
         return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
@@ -71,13 +71,12 @@ def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(
-    features: int, depth: int, samples: int, density: float, features_last: bool, device: DeviceRecord, taps: int = 1
+    features: int, depth: int, samples: int, density: float, features_last: bool, device: DeviceRecord
 ) -> RowsTile:
     """The tile for so many output features, summed features and samples; it does not change the bits.
 
     Args:
         density: elements over size of the matrix.
-        taps: of a convolution's kernel, each with ``depth`` summed features.
 
     As many output features as x should be read for at a time, and the samples with which rounds of thread blocks are
     expected to take the least time; then fewer features, while even so no multiprocessor gets a second tile.
@@ -88,7 +87,7 @@ def choose_tile(
         return ceil_div(features, units * UNIT) * ceil_div(samples, 32 * vec)
 
     def cost(vec: int) -> float:
-        return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, taps * depth, density)
+        return ceil_div(tiles(units, vec), device.multiprocessors) * _tile_time(units, vec, depth, density)
 
     vec, *narrower = (v for v in (4, 3, 2, 1) if 32 * (v - 1) < samples)
     for fewer in narrower:
@@ -96,7 +95,7 @@ def choose_tile(
             vec = fewer
     while units > 4 and 2 * tiles(units, vec) <= device.multiprocessors:
         units //= 2
-    part = 128 if density < DEEP_BELOW and depth > 64 else 64
+    part = 128 if density < DEEP_BELOW else 64
     tile = RowsTile(units, vec, part, 0, 0)
     items = part * density  # of a feature: half a slot each, and one behind each four
     slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
@@ -165,7 +164,7 @@ def convolve(
     """
     taps, features, depth = axes[0][2] * axes[1][2], y.shape[3], source.shape[3]
     density = indices.size / (taps * depth * features)
-    tile = tile or choose_tile(features, depth, prod(y.shape[:3]), density, True, current_device(), taps)
+    tile = tile or choose_tile(features, taps * depth, prod(y.shape[:3]), density, True, current_device())
     made = lists(indptr, indices, values, order, shape, side, transposed, features, tile, taps)
     parts = made[1].shape[1] // taps
     multiply(tile, *made, order, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
@@ -181,7 +180,7 @@ def multiply(
     samples = prod(y.shape[:-1]) if features_last else y.shape[1]
     down = ceil_div(features, tile.units * UNIT)
     tiles = down * ceil_div(samples, 32 * tile.vec)
-    assert tiles < 2**31 and (pitch < 2**30 or not features_last), (x.shape, y.shape)
+    assert tiles < 2**31, y.shape
     problem = argument(
         _CONVOLUTION if convolution else _PROBLEM, x_pitch=pitch, samples=samples, features=features,
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
