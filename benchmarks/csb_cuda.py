@@ -1,8 +1,9 @@
 """The GPU side of bench_csb.py: sparse products beside dense cuBLAS and cuSPARSE, through PyTorch, in the same run.
 
 Every time is that of a captured graph whose calls rotate among operands larger than the L2 cache. cuSPARSE multiplies
-features-first operands with CSR and 32-bit indices, for the transposed product the CSR of a *stored transpose*, whose
-upkeep in training is not counted. A row's ``error`` is the largest over |A||x|, from float64, at some outputs.
+CSR with 32-bit indices, for the transposed product the CSR of a *stored transpose*, whose upkeep in training is not
+counted. It gets the same operands; rows with features last also have its times with operands features first ("-first").
+A row's ``error`` is the largest over |A||x|, from float64, at some outputs.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Case:
         pairs = [(xs[i % len(xs)], w[i % len(w)]) for i in range(count)]
         return [partial(_torch().mm, *((x, v.t()) if last else (v, x))) for x, v in pairs]
 
-    def cusparse(self, which: str, columns: bool = False) -> Calls:
+    def cusparse(self, which: str, last: bool, columns: bool = False) -> Calls:
         """CSR of the operator as it is applied; ``columns``: CSC of it, that is its transpose's CSR, transposed."""
         torch = _torch()
         dense = _tensor(self.dense)
@@ -157,7 +158,8 @@ class Case:
         parts = csr.crow_indices().int(), csr.col_indices().int(), csr.values()
         make = torch.sparse_csc_tensor if columns else torch.sparse_csr_tensor
         matrix = make(*parts, size=csr.shape[::-1] if columns else csr.shape)
-        return [partial(torch.mm, matrix, _tensor(x)) for x in self.operands(which, False)]
+        xs = [_tensor(x) for x in self.operands(which, last)]
+        return [partial(torch.mm, matrix, x.t() if last else x) for x in xs]
 
     def route(self, which: str, last: bool, split: str | None) -> str | None:
         """What our products ran on."""
@@ -213,22 +215,25 @@ def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterato
     timer = DeviceTimer()
     few = case.n <= FEW
     for which in ("forward", "backward_data", *(() if few else ("backward_weight",))):
-        sparse = {}
+        sparse: dict[bool, dict[str, float]] = {True: {}, False: {}}
         if compare and case.dtype == float32 and which != "backward_weight":
             name = "cusparse-csr-of-transpose" if which == "backward_data" else "cusparse-csr"
-            sparse[name] = _peer(case.cusparse(which), budget)
+            first = _peer(case.cusparse(which, False), budget)
+            sparse[False][name] = sparse[True][f"{name}-first"] = first
+            sparse[True][name] = _peer(case.cusparse(which, True)[:1], budget)  # takes milliseconds, cache or not
             if columns:
                 # PyTorch cannot capture it, and it takes milliseconds: launched by the host.
-                sparse["cusparse-csc"] = _peer(case.cusparse(which, columns=True)[:1], Budget(3, least=2), "hot")
+                calls = case.cusparse(which, False, columns=True)[:1]
+                sparse[False]["cusparse-csc"] = _peer(calls, Budget(3, least=2), "hot")
         for last in (True,) if few else (True, False):
-            dense = {"cublas": _peer(case.cublas(which, last), budget)}
+            peers = {"cublas": _peer(case.cublas(which, last), budget)} | sparse[last]
             for name, split in _arms(case.dtype, which):
                 taken = case.route(which, last, split)
                 time: Timing = timer.replayed(case.ours(which, last, split), budget)
                 yield {
                     "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
-                    "floor_ms": case.floor_ms(which, split if taken == "split" else None), "peers": dense | sparse,
+                    "floor_ms": case.floor_ms(which, split if taken == "split" else None), "peers": peers,
                     "sparsity": case.sparsity, "shape": [case.m, case.k, case.n], "route": taken,
                     "error": case.error(which, last, split),
                 }  # fmt: skip

@@ -13,7 +13,9 @@ _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight
 _SPARSE_PEERS = {
     "scipy-csr": "SciPy CSR", "mkl-csr": "PyTorch CSR (MKL)", "scipy-csr-first": "SciPy CSR, features first",
     "mkl-csr-first": "PyTorch CSR, features first", "numpy-dense": "dense NumPy",
-    "cusparse-csr": "cuSPARSE CSR", "cusparse-csr-of-transpose": "cuSPARSE CSR", "cublas": "dense cuBLAS",
+    "cusparse-csr": "cuSPARSE CSR", "cusparse-csr-of-transpose": "cuSPARSE CSR",
+    "cusparse-csr-first": "cuSPARSE CSR, features first",
+    "cusparse-csr-of-transpose-first": "cuSPARSE CSR, features first", "cublas": "dense cuBLAS",
     "cusparse-csc": "cuSPARSE CSC", "cudnn": "dense cuDNN, 3×3",
 }  # fmt: skip
 

@@ -118,29 +118,6 @@ def test_two_ranks_resume_to_the_same_bits(device, tmp_path):
         assert answer["weights"][0] == answer["weights"][1] == done.answers[0]["weights"][0]
 
 
-@pytest.mark.parametrize("ranks,granularity", [(2, "weight"), (3, "weight"), (2, "filter"), (3, "2:4")])
-def test_ranks_prune_alike_and_send_the_elements_only(ranks, granularity, tmp_path):
-    (tmp_path / "alone").mkdir()
-    alone = job.run_alone("pruning", tmp_path / "alone", granularity)
-    together = job.run("pruning", ranks, tmp_path, granularity)
-    assert alone.status == together.status == 0, alone.output + together.output
-    [expected] = alone.answers
-    for answer in together.answers:
-        assert answer == together.answers[0], "ranks must agree to the bit"
-        assert answer["masks"] == expected["masks"] and answer["sent"] == expected["sent"]
-        assert abs(answer["loss"] - expected["loss"]) <= 2e-5 * (1 + abs(expected["loss"]))
-        for name, value in expected["weights"].items():
-            np.testing.assert_allclose(answer["weights"][name], value, rtol=2e-4, atol=2e-5, err_msg=name)
-    elements = len(expected["weights"]["sparse.weight"])
-    assert elements < 0.25 * 64 * 192 and elements <= expected["sent"]["sparse"] < elements + 64
-    kept = {name: sum(mask) / len(mask) for name, mask in expected["masks"].items()}
-    if granularity == "filter":  # the last layer's outputs are the network's
-        assert kept.keys() == {"fc1.weight", "fc1.bias"} and max(kept.values()) < 0.22
-    else:
-        most = 0.51 if granularity == "2:4" else 0.21
-        assert kept.keys() == {"fc1.weight", "fc2.weight"} and max(kept.values()) < most
-
-
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_two_gpus_equal_one_cpu(trained, tmp_path):

@@ -9,15 +9,18 @@
 // With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
 // lanes a row apart meet no bank twice; so nothing is ever transposed.
 //
-// Tried and slower, on 2048 x 2048 x 4096 at 98 % where not said otherwise: rows of x by bulk copies, of which 512 bytes
-// take the engine some 70 cycles, and through registers; x transposed on the way, by copies of four bytes (1.2 times) or
-// through registers (2); a third stage (no gain). Lanes in two or four groups, each with a unit of its own and as much
-// fewer samples (1.3 and 1.7 times): a warp takes as long as its longest rows. 32 samples of up to 1408 summed features
-// in shared memory, all output features in turn, four in lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2):
-// an item is then fetched for 32 samples, and 5 to 20 % of them were pads. An output feature of its own for each lane (1.8
-// times): elements cost no broadcast, but a block waits for its longest rows. Output features dealt one by one with
-// FEATURES_LAST, and brought side by side through shared memory before they are written (1024 x 512 x 50176: 230 us
-// instead of 206).
+// Tried and slower, on 2048 x 2048 x 4096 at 98 % where not said otherwise: rows of x by bulk copies, of which 512
+// bytes take the engine some 70 cycles, and through registers; a third stage (no gain); x transposed on the way by
+// copies of four bytes (1.2 times). x turned in registers, so that with FEATURES_LAST, too, a load brings 16 bytes of
+// it (1.0 times; 1024 x 512 x 50176 1.07; at 95 % 0.93 to 1.04): multiplying alone took 89 us, not 95, but loads of
+// four bytes get 2.8 TB/s out of L2, whether 16 or 32 KiB are under way, copies of four bytes 3.9, and those of 16,
+// features first, 5.8; to prefetch into L2 cost 1.05 times. Not tried: loads of 16 bytes, turned four by four. Lanes in
+// two or four groups, each with a unit of its own and as much fewer samples (1.3 and 1.7 times): a warp takes as long
+// as its longest rows. 32 samples of up to 1408 summed features in shared memory, all output features in turn, four in
+// lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2): an item is then fetched for 32 samples, and 5 to 20 %
+// of them were pads. An output feature of its own for each lane (1.8 times): elements cost no broadcast, but a block
+// waits for its longest rows. Output features dealt one by one with FEATURES_LAST, and brought side by side through
+// shared memory before they are written (1024 x 512 x 50176: 230 us instead of 206).
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   order     csb_order.py, or null: output features by units                int32
