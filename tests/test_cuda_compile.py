@@ -457,6 +457,12 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):
                 launches += conv2d_hopper.plan(one, code, False, (c, 0), False, device, (tile, 1), normalized=how)
+        if code == 1 and kernel == 3 and tile in (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.PAIRED):
+            # A last stage that begins early.
+            tailed, more = convolution("test", (4, 16, 16, 112), (112, 3, 3, 112), pair, (1, 1), (1, 1), 1), {}
+            if backward:
+                more["masked"] = conv2d_hopper.SIGNED
+            launches += conv2d_hopper.plan(tailed, 1, backward, (112,) * 4, True, device, (tile, 1), **more)
         if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
             wide = 2 * tile.columns
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)

@@ -180,7 +180,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && FEW <= (UNITS ? 32 : 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const float* __restrict__ moments,
                           const float* __restrict__ gamma, const float* __restrict__ beta, const Problem p) {
