@@ -1,5 +1,4 @@
-"""Depths that do not fill their last stage, and columns their last block, which then begin early: every tile, with the
-bits of what is filled up with zeros.
+"""Depths that do not fill their last stage, which then begins early: every tile, with the bits of stages filled up.
 
 On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
 """
@@ -55,11 +54,8 @@ def test_the_last_stage_begins_where_its_products_do(code):
             assert 0 < tail * product < channels and depth - channels + tail * product == begins
         else:
             assert tail == 0
-        last = conv2d_walk.last_columns_of(conv, True, code)
-        assert last == (depth - 64 if code and depth > 64 and depth % 64 else conv2d_walk.NONE)
     grouped = plan_of(Case("groups", (1, 4, 4, 160), (160, 1, 1), groups=2))
     assert conv2d_walk.tail_of(grouped, False, code) == conv2d_walk.tail_of(grouped, True, code) == 0
-    assert conv2d_walk.last_columns_of(grouped, True, code) == conv2d_walk.NONE
 
 
 @pytest.fixture
@@ -88,9 +84,7 @@ def test_whole_numbers_give_the_bits_of_the_definition(tails, case, storage, til
     x, w, dy, added, shift = put(tails, *hosts, add, bias)
     with kernel(Choice("hopper", tile.name, (1,))):
         found = both(tails, case, x, w, dy, shift, int(storage == float32), add=added)
-        alone = both(tails, case, x, w, dy, tf32=int(storage == float32))
     same(found, both_expected(case, *hosts, storage, bias, None, add))
-    same(alone, both_expected(case, *hosts, storage))
 
 
 @EVERY
@@ -100,7 +94,6 @@ def test_the_bits_are_those_of_stages_filled_with_zeros(hopper, case, tile, rng,
     with kernel(Choice("hopper", tile.name, (1,))):
         found = both(hopper, case, *placed)
         monkeypatch.setattr(conv2d_hopper, "tail_of", lambda *_: 0)
-        monkeypatch.setattr(conv2d_hopper, "last_columns_of", lambda *_: conv2d_walk.NONE)
         forget_plans()
         same(both(hopper, case, *placed), found)
     forget_plans()

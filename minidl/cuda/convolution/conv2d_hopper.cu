@@ -47,10 +47,6 @@
 // TAIL: of a depth that does not fill its last stage that stage begins early, with channels that the one before it had,
 // and of its products the first TAIL are left out: rows that the engine fills up with zeros take it six times as long.
 //
-// Of a data gradient of 16-bit types whose columns are no multiple of 64 the last 64 are multiplied together, likewise,
-// though some of them are the block's before, and written twice, with the same bits: but where something is added, that
-// may lie where it is written, or signs are read (Problem::last).
-//
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
 //
@@ -139,7 +135,6 @@ struct Problem {
     int added;        // elements per pixel of the array to be added; 0: there is none
     int stage_bytes;  // that are fetched for a stage
     int group_columns;  // of a group, or of the two of a tile
-    int last;           // where the last 64 columns begin; or none
     int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
     Class classes[4];
 };
@@ -184,10 +179,7 @@ struct Place {
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
         return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return min(own_column(tile, s), p.last); }
-    __device__ __forceinline__ int own_column(const Tile& tile, int s) const {
-        return tile.column + s / BLOCKS * SLAB_COLUMNS;
-    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
@@ -222,7 +214,7 @@ struct Place {
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (row(tile, s) >= p.classes[tile.index].rows || own_column(tile, s) >= p.columns) return;
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
         const TensorMap& output = maps.output[tile.index];
         if constexpr (SPREAD) {
             const Pixel to(p.classes[tile.index], row(tile, s));
@@ -355,7 +347,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
                 float d[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
-                if (!MASKED && bias) add_bias(d, bias, place.column(tile, begin + i) + j, place.p.columns);
+                if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
                 put(d, output.buffer(i), j, thread, output.added());
             }
         }

@@ -22,7 +22,6 @@ from minidl.cuda.convolution.conv2d_hopper_views import spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
     CLASSES,
-    NONE,
     PRODUCT,
     STAGE_ROW,
     Planned,
@@ -35,7 +34,6 @@ from minidl.cuda.convolution.conv2d_walk import (
     group_columns_of,
     is_flat,
     itemsize_of,
-    last_columns_of,
     steps_of,
     tail_of,
     walks_of,
@@ -62,7 +60,7 @@ _CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offse
 _PROBLEM = struct(
     "",
     "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
-    "added stage_bytes group_columns last count cycles",
+    "added stage_bytes group_columns count cycles",
     ("classes", _CLASS, CLASSES),
 )
 
@@ -196,8 +194,7 @@ def plan(
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
         views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
-        last = NONE if added or parts or masked == SIGNED else last_columns_of(conv, backward, code)
-        problem = _problem(conv, backward, part, tile, share, group, pitches[1] if added else 0, parts, stage, last)
+        problem = _problem(conv, backward, part, tile, share, group, pitches[1] if added else 0, parts, stage)
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
@@ -450,7 +447,6 @@ def _problem(
     added: int,
     parts: int,
     stage_bytes: int,
-    last: int,
 ) -> np.ndarray:
     columns, row = columns_of(conv, backward), conv.kernel[1]
     table = np.zeros(CLASSES, _CLASS)
@@ -479,7 +475,6 @@ def _problem(
         added=added,
         stage_bytes=stage_bytes,
         group_columns=group_columns_of(conv, backward),
-        last=last,
         count=count,
         cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,

@@ -33,8 +33,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
 #pragma unroll
                     for (int j = 0; j < TILE_N; j += 64)
                         if (j < p.columns)
-                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, min(column + j, p.last), tap,
-                                     from);
+                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, column + j, tap, from);
                 } else {
                     load_box(to + A_BYTES, maps.filter, barrier, first, tap, tile.column);
                 }

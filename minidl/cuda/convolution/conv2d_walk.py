@@ -16,7 +16,6 @@ STAGE_ROW = 128  # bytes: the channels of a pixel, or of a filter, in a stage
 PRODUCT = 32  # bytes: of them, what one product takes
 LINE, SECTOR = 128, 32  # bytes of the second-level cache
 BLOCK = 64  # columns of a box of filters that are read across
-NONE = 2**30  # a column beyond all others
 PAIRED = 32  # channels of groups of which two share a stage
 CLASSES = 4  # parity classes of one launch, at most
 ITEMSIZE, DEPTH = 2, 64  # of 16-bit types: bytes of an element, channels of a stage
@@ -119,19 +118,11 @@ def steps_of(conv: Convolution, backward: bool, code: int) -> int:
 
 
 def tail_of(conv: Convolution, backward: bool, code: int) -> int:
-    """Products of a depth's last stage that the one before it has done: it begins early, and the engine fetches what
-    there is in place of zeros. None where products would be of channels of both.
+    """Products of a depth's last stage that the one before it has done: it begins early, and the engine fetches what there
+    is in place of zeros. None where products would be of channels of both.
     """
     depth, channels, product = depth_of(conv, backward), STAGE_ROW // itemsize_of(code), PRODUCT // itemsize_of(code)
     return -depth % channels // product if conv.groups == 1 and depth > channels and depth % product == 0 else 0
-
-
-def last_columns_of(conv: Convolution, backward: bool, code: int) -> int:
-    """Where the last block of columns begins whose filters are read across, so that it is full; NONE: where the one
-    before it ends."""
-    columns = columns_of(conv, backward)
-    short = backward and code > 0 and conv.groups == 1 and columns > BLOCK and columns % BLOCK > 0
-    return columns - BLOCK if short else NONE
 
 
 def columns_of(conv: Convolution, backward: bool) -> int:
