@@ -1,4 +1,5 @@
-// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32.
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32, of a
+// forward pass from few 48.
 // Memory bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight
 // into the fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of
 // float32 multiply-adds. Sectors are written whole, too: of one written in parts the device reads what was there.
@@ -180,7 +181,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && FEW <= (UNITS ? 32 : 4) ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const float* __restrict__ moments,
                           const float* __restrict__ gamma, const float* __restrict__ beta, const Problem p) {
