@@ -45,7 +45,8 @@
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
 // TAIL: of a depth that does not fill its last stage that stage begins early, with channels that the one before it had,
-// and of its products the first TAIL are left out: rows that the engine fills up with zeros take it six times as long.
+// and of its products the first TAIL are left out. Of 16 images on an H200, with whole last stages beside it: data gradient
+// of 3x3 96-96 at 35x35 pixels 14.4 us (16.0), of 1x7 160-160 at 17x17 8.5 (9.4); 1x1 filters as before.
 //
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
