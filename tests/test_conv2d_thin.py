@@ -127,6 +127,8 @@ def test_more_than_32_are_for_forward_passes_to_many():
         conv = plan_of(_case((1, 9, 9), channels, filters))
         assert [conv2d_thin.applies(conv, 1, which) for which in PASSES] == [wanted, False, False]
         assert not conv2d_thin.applies(conv, 0, "forward")
+    for images, wanted in ((64, True), (32, True), (16, False)):  # EfficientNet-B0's, on an H200
+        assert ("conv2d_thin" in stems_of(_case((images, 28, 28), 40, 240), bfloat16)) == wanted
 
 
 @pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))

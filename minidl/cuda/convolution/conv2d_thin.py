@@ -24,6 +24,7 @@ WIDENED = 48  # of a forward pass from few, multiples of eight of 16-bit types
 # TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
 # read whole rows.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
+FULL = 72  # blocks with which forward passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
 STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
@@ -90,7 +91,9 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
     widens = which == "forward" and conv.channels < conv.out_channels
-    least = 16 if code and not weight and (few <= GATHERED or widens) else 2 * 132
+    least = 2 * 132
+    if code and not weight:
+        least = 16 if few <= GATHERED else FULL if widens else least
     if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and others and code:
