@@ -45,8 +45,10 @@
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
 // TAIL: of a depth that does not fill its last stage that stage begins early, with channels that the one before it had,
-// and of its products the first TAIL are left out. Of 16 images on an H200, with whole last stages beside it: data gradient
-// of 3x3 96-96 at 35x35 pixels 14.4 us (16.0), of 1x7 160-160 at 17x17 8.5 (9.4); 1x1 filters as before.
+// and of its products the first TAIL are left out. Of 16 images on an H200, with whole last stages beside it: data
+// gradient of 3x3 96-96 at 35x35 pixels 14.4 us (16.0), of 1x7 160-160 at 17x17 8.5 (9.4); 1x1 filters about as before.
+// Tried without gain: of a data gradient's last columns, no multiple of 64, the last 64 together, likewise, though some
+// are the block's before and written twice (144-40 at 28x28 pixels 11.8 us for 11.0; 3x3 96-96 15.0 for 14.4).
 //
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
