@@ -15,7 +15,9 @@ from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
 from tests.convolutions import (
     EVERY,
+    EXPECTED,
     bits_of_dense_arrays,
+    both_expected,
     equals_definition,
     exact_on_whole_numbers,
     exact_weight_gradient,
@@ -29,7 +31,7 @@ from tests.convolutions import (
 from tests.test_conv2d_normalized import check as check_normalized
 from tests.test_conv2d_normalized import operands as normalized_operands
 from tests.test_conv2d_ops import Case, cases, put
-from tests.tolerance import draw
+from tests.tolerance import draw, draw_integers
 
 EVERY_HALF = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 
@@ -52,6 +54,8 @@ HALVES = [
     _case((2, 9, 8), 24, 264), _case((2, 9, 8), 40, 3), _case((2, 9, 8), 8, 8),
     _case((1, 3, 11), 17, 17), _case((2, 40, 41), 88, 25), _case((2, 40, 41), 32, 96),
 ]  # fmt: skip
+WIDENED = [_case((2, 9, 8), 40, 240), _case((1, 3, 11), 48, 50), _case((2, 40, 41), 40, 72)]
+PASSES = "forward", "backward_data", "backward_weight"
 TO_FEW = [case for case in CASES + HALVES if case.w[0] <= min(conv2d_thin.LABELS, case.x[3])]
 LARGE = [case for case in CASES if case.x[1] == 40 or case.x[1] == 17]
 
@@ -104,12 +108,27 @@ def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted
 def test_what_they_cannot_do_is_refused(case):
     with family("thin"), pytest.raises(ValueError, match="family"):
         stems_of(case, bfloat16)
-    assert not conv2d_thin.applies(plan_of(case), 1)
+    assert not any(conv2d_thin.applies(plan_of(case), 1, which) for which in PASSES)
 
 
 def test_more_than_sixteen_are_for_16_bits():
     conv = plan_of(_case((1, 9, 9), 32, 17))
-    assert conv2d_thin.applies(conv, 1) and not conv2d_thin.applies(conv, 0)
+    assert all(conv2d_thin.applies(conv, 1, which) and not conv2d_thin.applies(conv, 0, which) for which in PASSES)
+
+
+def test_more_than_32_are_for_forward_passes_to_many():
+    for channels, filters, wanted in (
+        (40, 240, True),
+        (48, 64, True),
+        (41, 240, False),
+        (56, 240, False),
+        (240, 40, False),
+    ):
+        conv = plan_of(_case((1, 9, 9), channels, filters))
+        assert [conv2d_thin.applies(conv, 1, which) for which in PASSES] == [wanted, False, False]
+        assert not conv2d_thin.applies(conv, 0, "forward")
+    for images, wanted in ((64, True), (32, True), (16, False)):  # EfficientNet-B0's, on an H200
+        assert ("conv2d_thin" in stems_of(_case((images, 28, 28), 40, 240), bfloat16)) == wanted
 
 
 @pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -138,6 +157,25 @@ def test_more_than_sixteen_obey_the_same_laws(thin, case, storage, rng, monkeypa
     bits_of_dense_arrays(thin, case, storage, rng, three)
     keeps_nonfinite_apart(thin, case, storage, rng, three)
     writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
+
+
+def _forward(ops, case, x, w, dy, **unused):
+    return [ops.to_host(ops.conv2d(x, w, **case.options))]
+
+
+EXPECTED[_forward] = lambda case, x, w, dy, dtype, *some: both_expected(case, x, w, dy, dtype)[:1]
+
+
+@cases(WIDENED)
+@EVERY_HALF
+def test_forward_passes_from_more_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
+    x, w, dy = hosts = [draw_integers(rng, shape, storage) for shape in (case.x, case.w, case.y)]
+    bias = draw_integers(rng, case.w[0], float32)
+    found = thin.to_host(thin.conv2d(*put(thin, x, w, bias), **case.options, relu=True))
+    same([found], [np.maximum(both_expected(case, *hosts, storage, bias)[0].astype(np.float64), 0.0)])
+    bits_of_dense_arrays(thin, case, storage, rng, _forward)
+    keeps_nonfinite_apart(thin, case, storage, rng, _forward)
+    writes_its_output_alone(thin, case, storage, rng, _forward, monkeypatch, ("conv2d",), 1)
 
 
 @cases(CASES)

@@ -152,7 +152,7 @@ def call_conv2d_stem() -> None:
 def call_conv2d_thin() -> None:
     where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
     few = [(64, 2, 0), (64, 2, 8), (40, 7, 4), (72, 8, 0), (130, 15, 1), (520, 16, 0), (3, 33, 1)]
-    few += [(24, 144, 0), (144, 32, 8), (200, 25, 1), (24, 264, 8)]  # of 16-bit types
+    few += [(24, 144, 0), (144, 32, 8), (200, 25, 1), (24, 264, 8), (40, 240, 0), (48, 50, 8)]  # of 16-bit types
     for (dtype, tf32), (channels, filters, moved) in itertools.product(
         ((bfloat16, 0), (float16, 0), (float32, 0), (float32, 1)), few
     ):
@@ -162,6 +162,8 @@ def call_conv2d_thin() -> None:
         w, bias = ops.empty((filters, 1, 1, channels), dtype), ops.empty(filters, np.float32)
         with family("thin"):
             ops.conv2d(x, w, bias, relu=moved == 1, **where, tf32=tf32)
+            if min(channels, filters) > 32:
+                continue
             ops.conv2d_backward_data(dy, w, x.shape, add=x if moved else None, **where, tf32=tf32)
             ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where, tf32=tf32)
             if (channels, filters, moved) in ((64, 2, 0), (72, 8, 0)) and dtype != float32:
@@ -439,6 +441,12 @@ def _planned_for(tile) -> dict:
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):
                 launches += conv2d_hopper.plan(one, code, False, (c, 0), False, device, (tile, 1), normalized=how)
+        if code == 1 and kernel == 3 and tile in (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.PAIRED):
+            # A last stage that begins early.
+            tailed, more = convolution("test", (4, 16, 16, 112), (112, 3, 3, 112), pair, (1, 1), (1, 1), 1), {}
+            if backward:
+                more["masked"] = conv2d_hopper.SIGNED
+            launches += conv2d_hopper.plan(tailed, 1, backward, (112,) * 4, True, device, (tile, 1), **more)
         if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
             wide = 2 * tile.columns
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)

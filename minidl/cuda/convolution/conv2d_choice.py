@@ -62,7 +62,7 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
         pays = conv2d_hopper.pays(wide, code, backward)
     stem = conv2d_stem.applies(conv, which, code, tf32)
-    thin = conv2d_thin.applies(conv, code)
+    thin = conv2d_thin.applies(conv, code, which)
     small = conv2d_small.applies(conv, tf32)
     fits = {"thin": thin, "stem": stem, "grouped": grouped, "small": small, "hopper": hopper, "generic": True}
     rather = conv2d_thin.pays(conv, code, tf32, which, hopper and pays, fastest)

@@ -71,7 +71,7 @@ conv2d_divided_kernel(const __grid_constant__ Maps maps, const float* __restrict
         const Tile tile(p, blockIdx.x);
         Ring<STAGES> ring;
         Sum sum;
-        accumulate(sum, at, ring, ceil_div(tile.end - tile.begin, DEPTH), warpgroup);
+        accumulate(sum, at, ring, ceil_div(tile.end - tile.begin, DEPTH), tile.ends(p), warpgroup);
         combine(sum, at.base, tile, p, bias, add, add_pitch, out, warpgroup);
     }
 }

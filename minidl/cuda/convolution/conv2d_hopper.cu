@@ -44,6 +44,12 @@
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
+// TAIL: of a depth that does not fill its last stage that stage begins early, with channels that the one before it had,
+// and of its products the first TAIL are left out. Of 16 images on an H200, with whole last stages beside it: data
+// gradient of 3x3 96-96 at 35x35 pixels 14.4 us (16.0), of 1x7 160-160 at 17x17 8.5 (9.4); 1x1 filters about as before.
+// Tried without gain: of a data gradient's last columns, no multiple of 64, the last 64 together, likewise, though some
+// are the block's before and written twice (144-40 at 28x28 pixels 11.8 us for 11.0; 3x3 96-96 15.0 for 14.4).
+//
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
 //
@@ -52,8 +58,8 @@
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
 // (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the
-// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; SLABS, output buffers per
-// warpgroup; RESIDENT, blocks per multiprocessor.
+// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL; SLABS, output
+// buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
 // are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of
@@ -244,18 +250,19 @@ using Sum = float[BLOCKS][TILE_N / 2];
 // Of the sums of 64 columns those of the first or the second 32.
 DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] { return *reinterpret_cast<float(*)[16]>(sum + 16 * which); }
 
-// A warpgroup: sums up its rows of one tile, `steps` stages of it.
-DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int warpgroup) {
+// A warpgroup: stages `step` to `end` of a tile, but for the first products of each; `before`: the one last taken.
+template <int FIRST>
+DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int step, int end, int warpgroup,
+                            u32& before) {
     constexpr int B_STEP = ACROSS ? 16 * 128 : 32;
     const bool speaks = threadIdx.x % 32 == 0;
-    u32 before = 0;
-    for (int step = 0; step < steps; ++step) {
+    for (; step < end; ++step) {
         barrier_wait(at.filled(ring.index), ring.parity);
         const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
         const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
-        for (int k = 0; k < STEPS; ++k)
+        for (int k = FIRST; k < STEPS; ++k)
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i) {
                 const u64 rows = a + operand_step(i * 64 * 128 + k * 32);
@@ -263,7 +270,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
                     multiply<ACROSS>(half(sum[i], k / 2), rows,
                                      b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP), step + k % 2);
                 else
-                    multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k);
+                    multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k - FIRST);
             }
         commit_products();
         await_products<1>();  // those of the step before are done with their stage
@@ -271,8 +278,16 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
         before = at.emptied(ring.index);
         ring.advance();
     }
+}
+
+// A warpgroup: sums up its rows of one tile, `steps` stages of it, of which the last `late` begin early.
+DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps, int late, int warpgroup) {
+    u32 before = 0;
+    if constexpr (TAIL) steps -= late;
+    multiply_stages<0>(sum, at, ring, 0, steps, warpgroup, before);
+    if constexpr (TAIL) multiply_stages<TAIL>(sum, at, ring, steps, steps + late, warpgroup, before);
     await_products<0>();
-    if (speaks) barrier_arrive(before);
+    if (threadIdx.x % 32 == 0) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
@@ -421,7 +436,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             if (ticket.first < 0) break;
             const Tile tile(p, ticket);
             const Class& c = p.classes[tile.index];
-            const int steps = c.taps_h * c.taps_w * ceil_div(tile.end - tile.begin, DEPTH);
+            const int taps = c.taps_h * c.taps_w, steps = taps * ceil_div(tile.end - tile.begin, DEPTH);
             if (SPREAD && steps == 0) {
                 if (thread_again() % 32 == 0) barrier_arrive(at.emptied(ring.index));
                 ring.advance();
@@ -442,7 +457,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
 #if NORMALIZED
             accumulate(sum, at, p, tile, ring, warpgroup);
 #else
-            accumulate(sum, at, ring, steps, warpgroup);
+            accumulate(sum, at, ring, steps, tile.ends(p) ? taps : 0, warpgroup);
 #endif
 #if CUT > 1
             Whole whole;

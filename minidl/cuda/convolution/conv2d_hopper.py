@@ -35,6 +35,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     is_flat,
     itemsize_of,
     steps_of,
+    tail_of,
     walks_of,
 )
 from minidl.cuda.convolution.tickets import counter
@@ -201,6 +202,7 @@ def plan(
             defines["SINGLE"] = int(conv.kernel == (1, 1) and conv.padding == (0, 0))
         defines |= {"GROUPED": bundle_of(conv) if conv.groups > 1 else 0}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
+        defines["TAIL"] = 0 if normalized else tail_of(conv, backward, code)
         tiles = int(problem["tiles"][0])
         patches = tiles // (int(problem["tiles_n"][0]) * tile.parts) * tile.warpgroups
         grid = blocks(tiles, share, group)

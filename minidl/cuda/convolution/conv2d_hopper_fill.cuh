@@ -17,7 +17,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
 #pragma unroll 1
             for (int b = 0; b < c.taps_w; ++b) {
                 const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
-                const int from = tile.source + channel;
+                const int first = TAIL ? min(channel, p.depth - DEPTH) : channel, from = tile.source + first;
                 barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
                 barrier_expect(barrier, p.stage_bytes);
                 if constexpr (FLAT)
@@ -35,7 +35,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
                         if (j < p.columns)
                             load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, column + j, tap, from);
                 } else {
-                    load_box(to + A_BYTES, maps.filter, barrier, channel, tap, tile.column);
+                    load_box(to + A_BYTES, maps.filter, barrier, first, tap, tile.column);
                 }
                 ring.advance();
             }

@@ -11,6 +11,9 @@ struct Stretch {
             begin = stages * part / PARTS * DEPTH, end = min(stages * (part + 1) / PARTS * DEPTH, p.depth);
         }
     }
+
+    // Whether the last ones are among them.
+    __device__ __forceinline__ bool ends(const Problem& p) const { return PARTS == 1 || end == p.depth; }
 };
 
 // One tile of the output.

@@ -115,7 +115,7 @@ ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
 # A row of filters that are read across and end within it; a launch.
 EMPTY, START = 3.0e-5, 3.0
 # Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
-FIRST = 3.0
+FIRST = 1.5
 # What a window's stage is spared of products where the depth is less.
 SHALLOW = 0.8
 # How much longer a window's stage takes of float32 where other output channels fetch the window, too.

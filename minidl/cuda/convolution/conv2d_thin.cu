@@ -1,4 +1,5 @@
-// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32.
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32, of
+// a forward pass from few 48.
 // Memory bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight
 // into the fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of
 // float32 multiply-adds. Sectors are written whole, too: of one written in parts the device reads what was there.

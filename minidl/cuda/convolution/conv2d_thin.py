@@ -19,10 +19,12 @@ from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
+WIDENED = 48  # of a forward pass from few, multiples of eight of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
 # TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
 # read whole rows.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
+FULL = 72  # blocks with which forward passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
 STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
@@ -66,14 +68,16 @@ def _sides(conv: Convolution) -> _Sides:
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int) -> bool:
-    """Whether the kernels can do all passes: 1x1, no stride, padding or groups, at most 16 channels on one side, of
-    16-bit types 32.
+def applies(conv: Convolution, code: int, which: str) -> bool:
+    """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
+    types 32, or 48 of a forward pass from few.
     """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    return sides.few <= (FEW_HALVES if code else FEW) and sides.shared_bytes(itemsize_of(code)) <= SHARED
+    wider = which == "forward" and conv.channels < conv.out_channels and conv.channels % 8 == 0
+    most = (WIDENED if wider else FEW_HALVES) if code else FEW
+    return sides.few <= most and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
 def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, others: float) -> bool:
@@ -86,7 +90,10 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         others: microseconds of the fastest other kernel for a weight gradient; 0, where there are none of Hopper's.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
-    least = 16 if code and few <= GATHERED and not weight else 2 * 132
+    widens = which == "forward" and conv.channels < conv.out_channels
+    least = 2 * 132
+    if code and not weight:
+        least = 16 if few <= GATHERED else FULL if widens else least
     if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and others and code:
@@ -95,9 +102,7 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
     if few <= FEW or not hopper:
         return few <= FEW
-    if which == "forward":
-        return conv.channels < conv.out_channels
-    return not weight and few <= GATHERED
+    return widens if which == "forward" else not weight and few <= GATHERED
 
 
 def gather(

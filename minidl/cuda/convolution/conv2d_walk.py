@@ -117,6 +117,14 @@ def steps_of(conv: Convolution, backward: bool, code: int) -> int:
     return min(STAGE_ROW // PRODUCT, ceil_div(depth_of(conv, backward) * itemsize_of(code), PRODUCT))
 
 
+def tail_of(conv: Convolution, backward: bool, code: int) -> int:
+    """Products of a depth's last stage that the one before it has done: it begins early, and the engine fetches what
+    there is in place of zeros. None where products would be of channels of both.
+    """
+    depth, channels, product = depth_of(conv, backward), STAGE_ROW // itemsize_of(code), PRODUCT // itemsize_of(code)
+    return -depth % channels // product if conv.groups == 1 and depth > channels and depth % product == 0 else 0
+
+
 def columns_of(conv: Convolution, backward: bool) -> int:
     """Channels of the output."""
     return conv.channels if backward else conv.out_channels
