@@ -20,8 +20,8 @@
 //   output  (K, 3, 3, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
 //           (tiles, partials, HELD_M / 16, 9 * HELD_N / 8) patches, which conv2d_weight_sum.cu adds up          float32
 //
-// NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
-// all taps, by three warps that are otherwise idle.
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once
+// for all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
 // partial; HELD_M, HELD_N, VEC_Y (1, 4): conv2d_weight_hopper.cuh.
@@ -221,8 +221,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                          float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
-                          const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                          float* __restrict__ partials, const float* __restrict__ moments,
+                          const float* __restrict__ gamma, const float* __restrict__ beta,
+                          const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const Layout at{base, base + (p.held + 1) * STAGE_BYTES};

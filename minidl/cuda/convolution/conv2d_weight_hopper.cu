@@ -10,9 +10,9 @@
 // and conv2d_weight_sum.cu adds the partials, both in order. Where that leaves multiprocessors idle, a lot of tiles is
 // what is cut into chunks, its steps tile after tile (TURNS; stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023): a
 // chunk may end one tile and begin the next, and writes at once a tile that it has all of. Lots begin alike, so that
-// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend neither
-// on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all taps of
-// its own two channels.
+// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend
+// neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all
+// taps of its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
@@ -24,28 +24,28 @@
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_input.cuh).
 //
-// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside of
-// an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
+// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
+// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
 // 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
-// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
-// time; VEC_Y (1, 4), values per access to the gradient.
-// Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first
-// fastest, so that blocks which share pixels run together.
+// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at
+// a time; VEC_Y (1, 4), values per access to the gradient.
+// Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
+// first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
-// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6
-// of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
-// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn
-// reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
-// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums laid
-// down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
-// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3 %
-// less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled: blocks
-// that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is fetched
-// once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain (1x1
-// 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all blocks
-// read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
+// 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
+// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each
+// turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
+// laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
+// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3
+// % less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled:
+// blocks that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is
+// fetched once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain
+// (1x1 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all
+// blocks read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
@@ -346,8 +346,9 @@ DEVICE void put_sum(float* output, const Sum& sums, const Layout& at, const Prob
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                            float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
-                            const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                            float* __restrict__ partials, const float* __restrict__ moments,
+                            const float* __restrict__ gamma, const float* __restrict__ beta,
+                            const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
