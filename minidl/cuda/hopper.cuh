@@ -77,9 +77,6 @@ DEVICE u32 block_again() {
     return block;
 }
 
-// __syncthreads for warps that come to it on different ways.
-DEVICE void block_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
-
 // A barrier of one warpgroup's 128 threads; ids from 1, as 0 is __syncthreads.
 DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 

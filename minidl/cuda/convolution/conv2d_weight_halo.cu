@@ -235,14 +235,15 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
 #endif
         barrier_init_done();
     }
-    await_predecessor();
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
+    const Work work(p);
     __syncthreads();
+    await_predecessor();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         give_registers<NORMALIZED ? 104 : 32>();
-        const Work work(p);
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
@@ -251,7 +252,6 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     } else {
         take_registers<NORMALIZED ? 136 : 160>();
         const int filter_row = warp / 4;
-        const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;

@@ -96,6 +96,7 @@ struct Portion {
     int lot, chunk;
     int next, end;
 
+    __device__ __forceinline__ Portion() {}
     __device__ __forceinline__ explicit Portion(const Problem& p, u32 block = blockIdx.x) {
         const u32 index = block / CLUSTER, steps = p.steps * p.shared;
         const u32 turn = index / p.lots;
@@ -116,6 +117,7 @@ struct Work {
     int part;         // the partial sum that its cluster leaves, among those of all tiles
     bool whole;       // there is no other of the tile
 
+    __device__ __forceinline__ Work() {}
     __device__ __forceinline__ Work(const Problem& p, const Portion& portion) {
         const int turn = TURNS ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
         row = tile / p.turn_m % p.tiles_m * TILE_M;
@@ -174,6 +176,7 @@ struct Layout {
 struct Pixels {
     int image, y, x;
 
+    __device__ __forceinline__ Pixels() {}
     __device__ __forceinline__ Pixels(const Problem& p, int pixel) {
         const int line = pixel / p.out_width;
         x = pixel - line * p.out_width;
@@ -190,16 +193,29 @@ struct Pixels {
     }
 };
 
-// A warp: fills stage after stage; lane i has the i-th block of each.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, Ring<STAGES>& ring) {
+// What a lane of the warp that fills copies of each stage: lane i the i-th block.
+struct Copied {
+    int channel, offset_h, offset_w;
+    Pixels pixels;  // of the first stage
+
+    __device__ __forceinline__ Copied() {}
+    __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixels(p, work.first * SPAN) {
+        const int lane = threadIdx.x % 32;
+        const Columns columns(p, work.block + lane - ROW_BLOCKS);
+        // What is read of the next group is not written.
+        channel = lane < ROW_BLOCKS ? work.group * p.rows + work.row + lane * SPAN
+                                    : work.group * p.channels + columns.channel;
+        offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
+    }
+};
+
+// A warp: fills stage after stage.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, const Copied& copied,
+                 Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
-    const Columns columns(p, work.block + lane - ROW_BLOCKS);
-    // What is read of the next group is not written.
-    const int channel =
-        of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
-    const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
-    Pixels pixels(p, work.first * SPAN);
+    const int channel = copied.channel;
+    Pixels pixels = copied.pixels;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
@@ -212,7 +228,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
                 load_box<bool(ONCE & 2)>(to, maps.x, barrier, channel, step * SPAN);
             else
                 load_pixels<bool(ONCE & 2)>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
+                                            pixels.y * p.stride_h - p.padding_h, pixels.image, copied.offset_w,
+                                            copied.offset_h);
         }
         pixels.advance(p);
         ring.advance();
@@ -356,23 +373,29 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         barrier_init_done();
     }
-
-    await_predecessor();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
+    const bool fills = warp == 4 * WARPGROUPS;
+    // What the first copies need is worked out before memory may be touched.
+    Portion filled;
+    Work first;
+    Copied start;
+    if (fills) filled = Portion(p), first = Work(p, filled), start = Copied(p, first);
+    __syncthreads();
+    await_predecessor();
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
-        // What the first copy needs is worked out while the barriers are made.
-        const Portion portion(p);
-        const Work first(p, portion);
-        block_sync();
         Ring<STAGES> ring;
-        if (warp == 4 * WARPGROUPS)
-            for_works(p, portion, first, [&](const Work& work) { fill(at, maps, p, work, ring); });
+        bool begun = true;
+        if (fills)
+            for_works(p, filled, first, [&](const Work& work) {
+                if (!begun) start = Copied(p, work);
+                begun = false;
+                fill(at, maps, p, work, start, ring);
+            });
     } else {
         if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         int warpgroup = warp / 4;
-        block_sync();
         const Portion portion(p);
         Ring<STAGES> ring;
         for_works(p, portion, Work(p, portion), [&](Work work) {
