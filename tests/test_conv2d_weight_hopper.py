@@ -13,6 +13,7 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
+from minidl.cuda.convolution import conv2d_weight_tiles
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -264,13 +265,14 @@ def test_the_family_is_the_one_that_measured_fastest():
 @EVERY_TILE
 def test_every_tile_compiles_and_fits(tile, tf32):
     """Whichever tile sizes choose: with and without a stride, both types, one partial sum or several, clusters; partial
-    sums that hold little of a tile."""
+    sums that hold little of a tile, gradients that overflow the L2 cache."""
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     blocks, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
-    much, little = (512, 64), (40, 24)
+    much, little, vast = (512, 64), (40, 24), (4096, 4096)
     kinds = (
         (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
         (1, 1, (3, 1, 2), 4, much), (1, 1, (2, 2), 4, little), (2, 1, (4, 1), 4, little),
+        (1, 1, (1, 1, 2), 4, vast),
     )  # fmt: skip
     for code, stride, division, vec_y, (filters, channels) in kinds:
         if len(division) > 2 and not hopper.shares(tile, tf32):
@@ -350,12 +352,16 @@ def hopper_ops(cuda_ops):
 
 @pytest.fixture
 def taking(monkeypatch):
-    """A function that makes every plan take this tile, number of partial sums and cluster."""
+    """A function that makes every plan take this tile, number of partial sums and cluster, and take gradients for some
+    that overflow the cache.
+    """
 
-    def take(tile, *division):
+    def take(tile, *division, overflowing=False):
         hopper.plan.cache_clear()
         chosen = tile, hopper.Division(*division)
         monkeypatch.setattr(hopper, "choose", lambda conv, normalized, tf32: chosen)
+        for module in (hopper, conv2d_weight_tiles):
+            monkeypatch.setattr(module, "overflows", lambda conv: overflowing)
 
     yield take
     hopper.plan.cache_clear()
@@ -397,6 +403,22 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
             with family("hopper"):
                 gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
             np.testing.assert_array_equal(gradient, expected, f"{tile.name} {division}")
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("division", [(1, 1), (1, 1, 2), (5, 1, 3), (2, 2)], ids=str)
+@cases([case for case in CASES if case.name in ("linear", "1x1-many-steps", "3x3-many-steps", "groups-1x1")])
+def test_a_gradient_that_overflows_the_cache_equals_definition(hopper_ops, case, division, accumulate, rng, taking):
+    """Bit by bit, on whole numbers: in the other order of tiles, by stores that leave the cache first."""
+    x, dy = (draw_integers(rng, shape, bfloat16) for shape in (case.x, case.y))
+    start = draw_integers(rng, case.w, np.float32)
+    expected = (start if accumulate else 0) + reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+    for tile in hopper.TILES:
+        taking(tile, *division, overflowing=True)
+        with family("hopper"):
+            gradient = weight_gradient(hopper_ops, *placed, case, start=start if accumulate else None)
+        np.testing.assert_array_equal(gradient, expected, tile.name)
 
 
 @cases(CASES)

@@ -28,16 +28,17 @@
 // of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
 // 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
-// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at
-// a time; VEC_Y (1, 4), values per access to the gradient.
+// whether a lot has several tiles; ONCE, bits: what leaves the L2 cache first, of dy (1) and x (2), if all blocks run
+// at a time, and the gradient (4), if that cache cannot hold it; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
 // 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
-// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each
-// turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// (25088-4096 fully connected). The gradient of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119
+// in the other order of tiles; stores alone take 93. Chunks of lots of tiles lose where x and dy are more than that
+// cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
 // laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
 // ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3

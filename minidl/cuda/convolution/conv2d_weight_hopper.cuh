@@ -1,9 +1,13 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
 // gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples
-// of 16, all of them but where the gradient has fewer.
+// of 16, all of them but where the gradient has fewer; ONCE, bit 4: the gradient leaves the L2 cache first.
 #pragma once
 #include "hopper.cuh"
+
+#ifndef ONCE
+#define ONCE 0
+#endif
 
 // Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next;
 // clusters, even of one block, it deals out over the groups (seen on an H200). Blocks in a row share pixels, and are
@@ -36,7 +40,12 @@ DEVICE void put_four(float* to, float4 four) {
         const float4 before = there;
         four.x += before.x, four.y += before.y, four.z += before.z, four.w += before.w;
     }
-    there = four;
+    if constexpr (MODE != PART && (ONCE & 4) != 0)
+        asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four.x), "f"(four.y), "f"(four.z),
+                     "f"(four.w)
+                     : "memory");
+    else
+        there = four;
 }
 
 template <Mode MODE>
