@@ -108,9 +108,10 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
         const bool counted = k / CLASSES == 2;
         double sum = counted ? double(pixels[k - 2 * CLASSES]) : 0.0;
 #pragma unroll
-        for (int w = 0; w < BLOCK / 32; ++w)
+        for (int w = 0; w < BLOCK / 32; ++w) {
             const double* const of = reinterpret_cast<const double*>(of_warp(memory + IN_FRONT, w));
             if (!counted) sum += of[k < 2 * CLASSES ? k : 2 * CLASSES];
+        }
         partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
     }
 }
