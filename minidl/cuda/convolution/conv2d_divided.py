@@ -20,8 +20,8 @@ PARTS = 1, 2, 4, 8  # blocks of a cluster
 # Stages are all filters but for few rows, and as many on their way as there is room for.
 FEW = HopperTile(64, 64, 12, 1, 1, 0.13, 0.3, 0.0), HopperTile(64, 64, 6, 1, 2, 0.11, 0.3, 0.0)
 MOST_ROWS = 256
-# Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
-# lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
+# Multiprocessors that clusters of so many blocks reach, as those of a cluster are of one group (seen on an H200).
+# Constants, so that sums are cut alike on every device.
 _REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
 # Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
 # multiprocessor; filters and rows that one fetches; a launch, and a block behind another one. Adding up the sums of so

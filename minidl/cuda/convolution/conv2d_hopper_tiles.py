@@ -95,7 +95,6 @@ TILES = (
     HopperTile(256, 128, 4, 2, 1, 0.64, 2.4, 0.5),
     HopperTile(128, 192, 4, 3, 1, 0.54, 1.3, 0.8),
     HopperTile(192, 128, 4, 2, 1, 0.5, 0.9, 0.5),
-    HopperTile(192, 64, 6, 1, 1, 0.315, 0.7, 0.4),
     HopperTile(256, 64, 4, 2, 1, 0.42, 1.0, 0.5),
     HopperTile(128, 128, 5, 4, 1, 0.38, 0.9, 0.5),
     HopperTile(128, 128, 3, 1, 2, 0.37, 0.55, 0.2),
@@ -123,10 +122,7 @@ SHALLOW = 0.8
 AGAIN = 1.07
 # How much longer a stage takes whose rows are normalised, by rows and columns of the tile; a window's; which share of
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
-_NORMALIZED = {
-    (128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (192, 64): 1.95, (256, 64): 1.95,
-    (128, 128): 1.5,
-}  # fmt: skip
+_NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
 # that an exchange counts. It takes 0.9; with more, short depths are left to tiles of 128x64, which where they have a
