@@ -1,4 +1,5 @@
-"""Convolutions in groups on Hopper's tiles, forced: of whole tiles, and of pairs that share one.
+"""Convolutions in groups on Hopper's tiles, forced: of whole tiles, of pairs that share one, and, for their weight
+gradients, of groups that are taken together.
 
 On whole numbers nothing is rounded, so every bit is that of the definition, whatever the order of a sum.
 """
@@ -8,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_family import Choice, family, kernel
+from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.convolution.conv2d_weight_tiles import bundled
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.precision import bfloat16, float32
 from tests.convolutions import (
@@ -23,7 +26,7 @@ from tests.convolutions import (
     writes_its_output_alone,
 )
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, put
+from tests.test_conv2d_ops import Case, cases, put, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
 
 CASES = [
@@ -131,3 +134,43 @@ def test_float32_is_left_to_others(cuda_ops, case, rng):
     x, w = put(cuda_ops, draw(rng, case.x, float32), draw(rng, case.w, float32))
     with family("hopper"), pytest.raises(ValueError, match="family"):
         cuda_ops.conv2d(x, w, **case.options)
+
+
+TOGETHER = [
+    Case("groups-of-32", (3, 9, 7, 256), (256, 3, 3), stride=(2, 2), padding=(1, 1), groups=8),
+    Case("groups-of-8", (2, 6, 5, 64), (64, 3, 2), padding=(1, 1), groups=8),
+    Case("groups-of-16-and-24", (3, 5, 6, 96), (144, 1, 1), groups=6),
+]
+
+
+@cases(TOGETHER)
+@pytest.mark.parametrize(
+    ("storage", "tf32"), [(bfloat16, 0), (float32, 1), (float32, 3)], ids=["bf16", "tf32", "tf32x3"]
+)
+def test_weight_gradients_of_groups_that_are_taken_together(hopper, case, storage, tf32, rng, monkeypatch):
+    """Bit by bit, on whole numbers; what one group has of NaN does not reach another."""
+    x, dy = (draw_integers(rng, shape, storage) for shape in (case.x, case.y))
+    start = draw_integers(rng, case.w, np.float32)
+    expected = start + reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    filters, channels = case.w[0] // case.groups, case.x[-1] // case.groups
+    for groups in {case.groups // bundle for bundle in (2, 4, case.groups) if case.groups % bundle == 0}:
+        monkeypatch.setattr(
+            conv2d_weight_hopper, "bundled", lambda conv, tf32, groups=groups: conv._replace(groups=groups)
+        )
+        placed = hopper.from_host(dy), hopper.from_host(x)
+        np.testing.assert_array_equal(weight_gradient(hopper, *placed, case, start, tf32=tf32), expected)
+        bad = x.copy()
+        bad[..., channels : 2 * channels] = np.nan
+        gradient = weight_gradient(hopper, placed[0], hopper.from_host(bad), case, tf32=tf32)
+        assert np.isnan(gradient[filters : 2 * filters]).all()
+        assert not np.isnan(gradient[:filters]).any() and not np.isnan(gradient[2 * filters :]).any()
+
+
+def test_narrow_groups_are_taken_together_where_a_block_has_room():
+    def groups(images, size, width, groups, tf32=0):
+        w = width, 3, 3, width // groups
+        return bundled(convolution("test", (images, size, size, width), w, (1, 1), (1, 1), (1, 1), groups), tf32).groups
+
+    assert groups(128, 14, 1024, 32) == 16 and groups(128, 14, 512, 32) == 8
+    assert groups(128, 14, 1024, 32, 1) == 32, "a block of float32 has 32 channels"
+    assert groups(128, 14, 1024, 16) == 16 and groups(128, 14, 96, 3) == 3 and groups(128, 14, 64, 1) == 1

@@ -14,11 +14,12 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
+from minidl.cuda.convolution import conv2d_weight_tiles
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_weight_grid import halo_views
-from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, bundled, taken
+from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, taken
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
@@ -265,12 +266,13 @@ def test_the_family_is_the_one_that_measured_fastest():
 
 def _planned_for(tile, tf32) -> dict:
     """The variants of one tile and their blocks: with and without a stride, both types, one partial sum or several,
-    clusters; partial sums that hold little of a tile."""
+    clusters; partial sums that hold little of a tile, gradients that overflow the L2 cache."""
     blocks, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
-    much, little = (512, 64), (40, 24)
+    much, little, vast = (512, 64), (40, 24), (4096, 4096)
     kinds = (
         (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
         (1, 1, (3, 1, 2), 4, much), (1, 1, (2, 2), 4, little), (2, 1, (4, 1), 4, little),
+        (1, 1, (1, 1, 2), 4, vast),
     )  # fmt: skip
     for code, stride, division, vec_y, (filters, channels) in kinds:
         if len(division) > 2 and not hopper.shares(tile, tf32):
@@ -362,12 +364,16 @@ def hopper_ops(cuda_ops):
 
 @pytest.fixture
 def taking(monkeypatch):
-    """A function that makes every plan take this tile, number of partial sums and cluster."""
+    """A function that makes every plan take this tile, number of partial sums and cluster, and take gradients for some
+    that overflow the cache.
+    """
 
-    def take(tile, *division):
+    def take(tile, *division, overflowing=False):
         hopper.plan.cache_clear()
         chosen = tile, hopper.Division(*division)
         monkeypatch.setattr(hopper, "choose", lambda conv, normalized, tf32: chosen)
+        for module in (hopper, conv2d_weight_tiles):
+            monkeypatch.setattr(module, "overflows", lambda conv: overflowing)
 
     yield take
     hopper.plan.cache_clear()
@@ -411,42 +417,20 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
             np.testing.assert_array_equal(gradient, expected, f"{tile.name} {division}")
 
 
-TOGETHER = [
-    Case("groups-of-32", (3, 9, 7, 256), (256, 3, 3), stride=(2, 2), padding=(1, 1), groups=8),
-    Case("groups-of-8", (2, 6, 5, 64), (64, 3, 2), padding=(1, 1), groups=8),
-    Case("groups-of-16-and-24", (3, 5, 6, 96), (144, 1, 1), groups=6),
-]
-
-
-@cases(TOGETHER)
-@pytest.mark.parametrize("kind", ["bf16", "tf32", "tf32x3"])
-def test_groups_that_are_taken_together_equal_definition(hopper_ops, case, kind, rng, monkeypatch):
-    """Bit by bit, on whole numbers; what one group has of NaN does not reach another."""
-    storage, tf32 = KINDS[kind]
-    x, dy = (draw_integers(rng, shape, storage) for shape in (case.x, case.y))
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("division", [(1, 1), (1, 1, 2), (5, 1, 3), (2, 2)], ids=str)
+@cases([case for case in CASES if case.name in ("linear", "1x1-many-steps", "3x3-many-steps", "groups-1x1")])
+def test_a_gradient_that_overflows_the_cache_equals_definition(hopper_ops, case, division, accumulate, rng, taking):
+    """Bit by bit, on whole numbers: in the other order of tiles, by stores that leave the cache first."""
+    x, dy = (draw_integers(rng, shape, bfloat16) for shape in (case.x, case.y))
     start = draw_integers(rng, case.w, np.float32)
-    expected = start + reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    filters, channels = case.w[0] // case.groups, case.x[-1] // case.groups
-    for groups in {case.groups // bundle for bundle in (2, 4, case.groups) if case.groups % bundle == 0}:
-        monkeypatch.setattr(hopper, "bundled", lambda conv, tf32, groups=groups: conv._replace(groups=groups))
+    expected = (start if accumulate else 0) + reference.conv2d_backward_weight(dy, x, case.w, **case.options)
+    placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
+    for tile in hopper.TILES:
+        taking(tile, *division, overflowing=True)
         with family("hopper"):
-            placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
-            np.testing.assert_array_equal(weight_gradient(hopper_ops, *placed, case, start, tf32=tf32), expected)
-            bad = x.copy()
-            bad[..., channels : 2 * channels] = np.nan
-            gradient = weight_gradient(hopper_ops, placed[0], hopper_ops.from_host(bad), case, tf32=tf32)
-        assert np.isnan(gradient[filters : 2 * filters]).all()
-        assert not np.isnan(gradient[:filters]).any() and not np.isnan(gradient[2 * filters :]).any()
-
-
-def test_narrow_groups_are_taken_together_where_a_block_has_room():
-    def groups(images, size, width, groups, tf32=0):
-        w = width, 3, 3, width // groups
-        return bundled(convolution("test", (images, size, size, width), w, (1, 1), (1, 1), (1, 1), groups), tf32).groups
-
-    assert groups(128, 14, 1024, 32) == 16 and groups(128, 14, 512, 32) == 8
-    assert groups(128, 14, 1024, 32, 1) == 32, "a block of float32 has 32 channels"
-    assert groups(128, 14, 1024, 16) == 16 and groups(128, 14, 96, 3) == 3 and groups(128, 14, 64, 1) == 1
+            gradient = weight_gradient(hopper_ops, *placed, case, start=start if accumulate else None)
+        np.testing.assert_array_equal(gradient, expected, tile.name)
 
 
 @cases(CASES)

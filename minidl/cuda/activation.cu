@@ -6,8 +6,8 @@
 //                        struct says. What a ReLU cuts off is dropped, not multiplied: infinite gradients leave no NaN.
 //
 // Mapping: Share (common.cuh). Cost per element, s = sizeof(T): activate 2s bytes, activate_backward 3s, with add 4s;
-// floor on an H200 at 4.2 TB/s in bf16 per million elements: 0.95, 1.43 and 1.90 us. Up to some 25 instructions per element
-// (the error function) fit into that time.
+// floor on an H200 at 4.2 TB/s in bf16 per million elements: 0.95, 1.43 and 1.90 us. Up to some 25 instructions per
+// element (the error function) fit into that time.
 
 #include "activation.cuh"
 
@@ -57,7 +57,8 @@ activate_backward_kernel(const T* __restrict__ dy, const T* __restrict__ kept, c
         });
     const i64 i = tail_element(walk);
     if (i >= 0)
-        dx[i] = from_float<T>(FUNCTION::gradient(to_float(dy[i]), to_float(kept[i]), a) + (ADD ? to_float(add[i]) : 0.0f));
+        dx[i] =
+            from_float<T>(FUNCTION::gradient(to_float(dy[i]), to_float(kept[i]), a) + (ADD ? to_float(add[i]) : 0.0f));
 }
 
 #endif

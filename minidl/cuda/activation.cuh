@@ -11,8 +11,8 @@ DEVICE float hyperbolic(float x) {
     return fabsf(x) < 0.3f ? series : 1.0f - 2.0f * reciprocal(exponential(2.0f * x) + 1.0f);
 }
 
-// Distribution and density of the normal law. The tail is e^(-x^2/2) times a polynomial in t = 1 / (1 + 0.31 |x|), fitted
-// to 2e-7 relative; the same on CPUs (_activation.h).
+// Distribution and density of the normal law. The tail is e^(-x^2/2) times a polynomial in t = 1 / (1 + 0.31 |x|),
+// fitted to 2e-7 relative; the same on CPUs (_activation.h).
 struct Normal {
     float below, density;
 
@@ -32,8 +32,8 @@ struct Normal {
     }
 };
 
-// The logistic function of x, and the slope of its product with x. Without what it lacks of one the slope errs by |x| 2^-23,
-// which 16-bit types do not see, and takes three instructions less.
+// The logistic function of x, and the slope of its product with x. Without what it lacks of one the slope errs by |x|
+// 2^-23, which 16-bit types do not see, and takes three instructions less.
 struct Swish {
     float of, slope;
 
@@ -49,8 +49,8 @@ struct Swish {
     }
 };
 
-// Each: value(x, a), and gradient(dy, kept, a), a being the slope of leaky_relu; kept is the output where KEEPS_OUTPUT, else
-// the input. What a ReLU cuts off is dropped, not multiplied.
+// Each: value(x, a), and gradient(dy, kept, a), a being the slope of leaky_relu; kept is the output where KEEPS_OUTPUT,
+// else the input. What a ReLU cuts off is dropped, not multiplied.
 struct relu {
     static constexpr bool KEEPS_OUTPUT = true;
     DEVICE float value(float x, float) { return clamp_below(x, 0.0f); }

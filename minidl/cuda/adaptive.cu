@@ -1,19 +1,22 @@
-// Adaptive parameter updates on flat arenas, clipping of gradients, averages of weights. As in optim.cu all scalars stay on the
-// device.
+// Adaptive parameter updates on flat arenas, clipping of gradients, averages of weights. As in optim.cu all scalars
+// stay on the device.
 //
-// master, first, second, momentum (n,) float32, updated in place; grad (n,) float32, still multiplied by the loss scale;
-// working (n,) storage type, receives the rounded master, or null; segment_of (n / 64,) int; segments (S, 4) float rows
-// [lr_scale, weight_decay, momentum_scale, 1 if the trust ratio applies]; control float[8] as in optim.cu, record float[8]:
-// [beta1, beta2, eps, step, 1 - beta1^step, 1 - beta2^step, trust coefficient, 0]; norms (S, 2) float.
+// master, first, second, momentum (n,) float32, updated in place; grad (n,) float32, still multiplied by the loss
+// scale; working (n,) storage type, receives the rounded master, or null; segment_of (n / 64,) int; segments (S, 4)
+// float rows [lr_scale, weight_decay, momentum_scale, 1 if the trust ratio applies]; control float[8] as in optim.cu,
+// record float[8]: [beta1, beta2, eps, step, 1 - beta1^step, 1 - beta2^step, trust coefficient, 0]; norms (S, 2) float.
 //
 // adam_advance    one thread: the step and its two corrections, unless the gradients overflowed.
 // adamw_update    m = b1 m + (1 - b1) g;  v = b2 v + (1 - b2) g^2;  w -= lr (decay w + (m / c1) / (sqrt(v / c2) + eps))
-//                 Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019). 28 bytes + working per element.
-// lars_update     g += decay w;  buf = momentum buf + trust g;  w -= lr buf, trust = coefficient |w| / (|g| + decay |w|)
+//                 Loshchilov and Hutter, "Decoupled weight decay regularization" (ICLR 2019). 28 bytes + working per
+//                 element.
+// lars_update     g += decay w;  buf = momentum buf + trust g;  w -= lr buf,
+//                 trust = coefficient |w| / (|g| + decay |w|)
 //                 You, Gitman and Ginsburg, "Large batch training of convolutional networks" (2017). 20 bytes + working.
-// lamb_moments    m and v as AdamW; leaves the squares of w and of u = m / c1 / (sqrt(v / c2) + eps) + decay w per chunk.
-// lamb_update     w -= lr (|w| / |u|) u, u computed again. You et al., "Large batch optimization for deep learning" (ICLR
-//                 2020). The two: 24 + 16 bytes + working per element.
+// lamb_moments    m and v as AdamW; leaves the squares of w and of u = m / c1 / (sqrt(v / c2) + eps) + decay w per
+//                 chunk.
+// lamb_update     w -= lr (|w| / |u|) u, u computed again. You et al., "Large batch optimization for deep learning"
+//                 (ICLR 2020). The two: 24 + 16 bytes + working per element.
 // norm_sums       squares of w and g per chunk of 64: 8 bytes per element.
 // segment_norms   a block for each segment adds its chunks: norms[s] = (|w|, |g or u|).
 // clip_values     g = min(max(g, -limit), limit), the limit times the loss scale.   8 bytes per element
@@ -21,7 +24,8 @@
 // clip_norm       g *= min(1, limit / |g|); nothing is written where the factor is 1.   0 or 8 bytes per element
 // blend           average = keep average + (1 - keep) x.   12 bytes per element
 //
-// One thread: four neighbours; a chunk of 64 elements, which shares a segment, is half a warp. Arrays are 16-byte aligned.
+// One thread: four neighbours; a chunk of 64 elements, which shares a segment, is half a warp. Arrays are 16-byte
+// aligned.
 #include "common.cuh"
 
 #define BLOCK 256
@@ -186,7 +190,8 @@ norm_sums(const float* __restrict__ master, const float* __restrict__ grad, floa
     leave_squares(w, g, partial, i);
 }
 
-// bounds (segments + 1,): the chunks of the arena at which segments begin; partial begins with that of the first segment.
+// bounds (segments + 1,): the chunks of the arena at which segments begin; partial begins with that of the first
+// segment.
 extern "C" __global__ void __launch_bounds__(1024)
 segment_norms(const float2* __restrict__ partial, const int* __restrict__ bounds, float2* __restrict__ norms) {
     await_predecessor();
@@ -238,7 +243,8 @@ squares(const float* __restrict__ grad, double* __restrict__ partial, i64 n) {
 }
 
 extern "C" __global__ void __launch_bounds__(BLOCK)
-clip_norm(float* __restrict__ grad, const double* __restrict__ total, const float* __restrict__ control, float limit, i64 n) {
+clip_norm(float* __restrict__ grad, const double* __restrict__ total, const float* __restrict__ control,
+          float limit, i64 n) {
     await_predecessor();
     const i64 i = first_element();
     if (i >= n) return;

@@ -5,8 +5,8 @@
 //   neighbouring channels; VEC divides channels and pitch. All sums are float32 in a fixed order.
 //
 // adaptive_avg_pool2d   blockDim.y threads share the pixels of a cell, blockIdx.y splits them further; a second kernel
-//                       then merges the splits' sums, in order. bytes: x once + y (+ 8 * splits per output element where
-//                       split)
+//                       then merges the splits' sums, in order. bytes: x once + y (+ 8 * splits per output element
+//                       where split)
 // adaptive_avg_pool2d_backward   thread: one dx column of `strip` rows. bytes: dy + dx
 //
 // Loads come before their first use in groups as large as registers allow.

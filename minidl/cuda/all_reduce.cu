@@ -1,20 +1,23 @@
-// Sums over the GPUs of one host, through memory of the others that the driver has mapped here (CUDA IPC), NVLink or PCIe.
+// Sums over the GPUs of one host, through memory of the others that the driver has mapped here (CUDA IPC), NVLink or
+// PCIe.
 //
-// Each rank runs the same kernel; `peers` holds the address, here, of every rank's channel or array. Values are added in
-// rank order, whatever the size and the way, in ACC (float for float32, bfloat16 and float16, rounded once): all ways give
-// the same bits, on all ranks. No block waits for another block of its own grid, only for its namesake on other ranks.
+// Each rank runs the same kernel; `peers` holds the address, here, of every rank's channel or array. Values are added
+// in rank order, whatever the size and the way, in ACC (float for float32, bfloat16 and float16, rounded once): all
+// ways give the same bits, on all ranks. No block waits for another block of its own grid, only for its namesake on
+// other ranks.
 //
 //   flagged    every 8 bytes travel with their flag in one 16-byte store into a slot of each other rank: one trip
 //   one_shot   each rank copies its array into its mailbox, and then reads all mailboxes
 //   two_shot   on arrays that lie in mapped memory: each rank reads its share of all of them, writes the sum into all
 //
 // A channel of a rank, by `peers`: slots [2][RANKS][SLOTS] of 16 bytes, flags [2][2][BLOCKS][RANKS] u32, the mailbox
-// [2][MAILBOX] bytes. Calls on a channel follow each other in stream order; `state` counts them (its epoch) on the device,
-// so a captured call may be replayed. Everything alternates between two halves: a rank that starts call e + 2 has finished
-// e + 1, where it heard of all others, which had therefore finished reading e. A flag is an epoch, compared for equality.
+// [2][MAILBOX] bytes. Calls on a channel follow each other in stream order; `state` counts them (its epoch) on the
+// device, so a captured call may be replayed. Everything alternates between two halves: a rank that starts call e + 2
+// has finished e + 1, where it heard of all others, which had therefore finished reading e. A flag is an epoch,
+// compared for equality.
 //
-// Who waits gives up when `stop[0]` is set by the host, or after `limit` nanoseconds; it then sets `stop[1]`, and the sums
-// are worth nothing: the host ends the job.
+// Who waits gives up when `stop[0]` is set by the host, or after `limit` nanoseconds; it then sets `stop[1]`, and the
+// sums are worth nothing: the host ends the job.
 //
 // FLOP: (RANKS - 1) per element. Bytes over the links and rank: flagged 2 (RANKS - 1) S out, one_shot (RANKS - 1) S in,
 // two_shot (RANKS - 1) / RANKS S in and as much out.

@@ -3,13 +3,13 @@
 // x  (rows, channels) at x_pitch elements per row, type SOURCE
 // y  (rows, channels) at y_pitch elements per row, type TARGET
 //
-// copy_kernel moves bytes: its channels, pitches and VEC count bytes, whatever the type. convert_kernel goes through float
-// and rounds once to nearest even; uint8 sources become 0..255.
+// copy_kernel moves bytes: its channels, pitches and VEC count bytes, whatever the type. convert_kernel goes through
+// float and rounds once to nearest even; uint8 sources become 0..255.
 //
 // assign_kernel writes up to four 32-bit words that come as arguments: one thread, in stream order.
 //
-// Mapping: Share (common.cuh). Cost: no FLOP; bytes = size * (sizeof source + sizeof target), each once; floor on an H200
-// at 4.2 TB/s: bf16 to bf16 0.95 us per million elements, float32 to bf16 1.43 us.
+// Mapping: Share (common.cuh). Cost: no FLOP; bytes = size * (sizeof source + sizeof target), each once; floor on an
+// H200 at 4.2 TB/s: bf16 to bf16 0.95 us per million elements, float32 to bf16 1.43 us.
 
 #include "common.cuh"
 
@@ -23,7 +23,8 @@ extern "C" __global__ void assign_kernel(u32* out, int count, u32 a, u32 b, u32 
 
 #elif defined(COPY)
 
-extern "C" __global__ void __launch_bounds__(256, 4) copy_kernel(const u8* __restrict__ x, u8* __restrict__ y, Walk walk) {
+extern "C" __global__ void __launch_bounds__(256, 4)
+copy_kernel(const u8* __restrict__ x, u8* __restrict__ y, Walk walk) {
     await_predecessor();
     const Share at(walk, UNROLL);
     Raw<u8, VEC> raw[UNROLL];

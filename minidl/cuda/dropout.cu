@@ -10,8 +10,8 @@
 //
 // A thread owns SPANS spans of SPAN neighbouring elements of a sample, blockDim.x spans apart, moved VEC at a time; all
 // loads are in flight while words are drawn.
-// bytes: x + y once each; four elements take 20 wide multiplies and 20 xors, half of what the memory leaves time for. The
-// rest, addresses and the round keys, is shared by the spans of a thread; 32 registers let all threads of a
+// bytes: x + y once each; four elements take 20 wide multiplies and 20 xors, half of what the memory leaves time for.
+// The rest, addresses and the round keys, is shared by the spans of a thread; 32 registers let all threads of a
 // multiprocessor draw at once, which is worth more than a fourth span.
 #include "common.cuh"
 #include "grid.cuh"

@@ -10,8 +10,8 @@ DEVICE float two_to_the(float x) {
 // e^x, 0 below -87.3.
 DEVICE float exponential(float x) { return two_to_the(x * 1.4426950408889634f); }
 
-// Exponentials around a centre, an instruction less for each: 2^(x log2(e) - centre log2(e)), in which the second product
-// is rounded once for all; `slip` is what that left out.
+// Exponentials around a centre, an instruction less for each: 2^(x log2(e) - centre log2(e)), in which the second
+// product is rounded once for all; `slip` is what that left out.
 struct Around {
     float scaled, slip;
 
@@ -46,8 +46,8 @@ DEVICE float clamp_above(float a, float bound) {
     return y;
 }
 
-// The logistic function of x, and what it lacks of one, which is that of -x and would cancel. Where e^-x would overflow it
-// is as large as its reciprocal can be, so that their product is one.
+// The logistic function of x, and what it lacks of one, which is that of -x and would cancel. Where e^-x would overflow
+// it is as large as its reciprocal can be, so that their product is one.
 struct Logistic {
     float of, rest;
 

@@ -2,7 +2,8 @@
 // of a warpgroup, four warps, on operands in shared memory (wgmma). All inline PTX of the kernels for Hopper is here.
 //
 // Operands lie in shared memory as rows of 128 bytes, 64 16-bit values or 32 of float32 (DTYPE 0, whose products round
-// to TF32), whose 16-byte chunks are swizzled: chunk c of row r is at place c ^ r % 8 (CU_TENSOR_MAP_SWIZZLE_128B). Eight rows, 1024 bytes and aligned to that, make an atom.
+// to TF32), whose 16-byte chunks are swizzled: chunk c of row r is at place c ^ r % 8 (CU_TENSOR_MAP_SWIZZLE_128B).
+// Eight rows, 1024 bytes and aligned to that, make an atom.
 //
 // Accumulators of a 64 x N product, for thread t of the warpgroup, warp w = t / 32, lane = 4 * g + q:
 // d[4 * j + 2 * i + e] is row 16 * w + 8 * i + g, column 8 * j + 2 * q + e.
@@ -33,11 +34,12 @@ DEVICE void barrier_expect(u32 barrier, int bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Waits until the phase of this parity is over. No way out: a trap in this loop would make ptxas serialise the products.
+// Waits until the phase of this parity is over. No way out: a trap in this loop would make ptxas serialise the
+// products.
 DEVICE void barrier_wait(u32 barrier, u32 parity) {
     asm volatile(
-        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n @!done bra wait;\n}" ::
-            "r"(barrier),
+        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        " @!done bra wait;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
 }
@@ -75,9 +77,6 @@ DEVICE u32 block_again() {
     return block;
 }
 
-// __syncthreads for warps that come to it on different ways.
-DEVICE void block_sync() { asm volatile("bar.sync 0;" ::: "memory"); }
-
 // A barrier of one warpgroup's 128 threads; ids from 1, as 0 is __syncthreads.
 DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory"); }
 
@@ -93,8 +92,8 @@ template <bool PASSING = false>
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
     if constexpr (PASSING)
         asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, "
-            "{%3, %4}], [%2], %5;" ::"r"(to),
+            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+            "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
             "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(EVICTED_FIRST)
             : "memory");
     else
@@ -115,8 +114,8 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, 
 
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2, int c3) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
-        "[%2];" ::"r"(to),
+        "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2];" ::"r"(to),
         "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "r"(c2), "r"(c3)
         : "memory");
 }
@@ -135,16 +134,16 @@ DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w,
             : "memory");
     else
         asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
-            "%6}], [%2], {%7, %8};" ::"r"(to),
+            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
+            "[%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
             "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
             "h"(static_cast<u16>(offset_h))
             : "memory");
 }
 
 DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(from),
-                 "r"(c0), "r"(c1)
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map),
+                 "r"(from), "r"(c0), "r"(c1)
                  : "memory");
 }
 
@@ -156,7 +155,8 @@ DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1, int c2, in
 
 DEVICE void store_pixels(const TensorMap& map, u32 from, int c, int w, int h, int n) {
     asm volatile(
-        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+        "cp.async.bulk.tensor.4d.global.shared::cta.im2col_no_offs.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(
+            &map),
         "r"(from), "r"(c), "r"(w), "r"(h), "r"(n)
         : "memory");
 }
@@ -167,8 +167,8 @@ DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 template <int PENDING>
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// Gives up registers of this warpgroup, or takes what others gave up, so that each thread has COUNT; needs a register cap
-// at the kernel's entry, and waits until there are as many.
+// Gives up registers of this warpgroup, or takes what others gave up, so that each thread has COUNT; needs a register
+// cap at the kernel's entry, and waits until there are as many.
 template <int COUNT>
 DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
 template <int COUNT>
@@ -187,8 +187,8 @@ DEVICE void arrive_with_copies(u32 barrier) {
 // Orders this thread's own writes to shared memory before what the engine does after the next barrier.
 DEVICE void fence_for_engine() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i / 8.
-// ACROSS: what lies in memory as rows are the columns of the matrices in registers.
+// ---- matrix loads and stores: four 8x8 matrices of 16-bit values, lane i gives the address of row i % 8 of matrix i /
+// 8. ACROSS: what lies in memory as rows are the columns of the matrices in registers.
 
 template <bool ACROSS = false>
 DEVICE void load_matrices(u32 (&words)[4], u32 row) {
@@ -241,10 +241,10 @@ DEVICE void settle(float (&d)[N]) {
     for (int i = 0; i < N; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-// Describes an operand. With the depth along the rows (K-major) groups of eight rows are `group` bytes apart, 1024 where
-// atoms follow each other; it may start at any row of an atom, and the next product's depth is 32 bytes further. With
-// the depth across the rows (MN-major) atoms follow each other along the depth, and blocks of 64 rows or columns are
-// `block` bytes apart; 16 values further are 2048 bytes further.
+// Describes an operand. With the depth along the rows (K-major) groups of eight rows are `group` bytes apart, 1024
+// where atoms follow each other; it may start at any row of an atom, and the next product's depth is 32 bytes further.
+// With the depth across the rows (MN-major) atoms follow each other along the depth, and blocks of 64 rows or columns
+// are `block` bytes apart; 16 values further are 2048 bytes further.
 DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
     return u64((address & 0x3ffff) >> 4) | u64(block >> 4) << 16 | u64(group >> 4) << 32 | 1ull << 62;
 }
@@ -284,9 +284,9 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_16(i) WGMMA_4(i), WGMMA_4(i + 4), WGMMA_4(i + 8), WGMMA_4(i + 12)
 #define WGMMA_INPUTS "l"(a), "l"(b), "r"(keep), "n"(int(A_ACROSS)), "n"(int(B_ACROSS))
 
-// d = a b, added to d when `keep`: 64 x 16 times 16 x N, of float32 64 x 8 times 8 x N. ACROSS: that operand is MN-major,
-// which only 16-bit ones can be. The accumulators are the unit's until the wait for the group; call product_fence()
-// before the first.
+// d = a b, added to d when `keep`: 64 x 16 times 16 x N, of float32 64 x 8 times 8 x N. ACROSS: that operand is
+// MN-major, which only 16-bit ones can be. The accumulators are the unit's until the wait for the group; call
+// product_fence() before the first.
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[16], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("32", WGMMA_0_15, "16", "17", "18", "19", "20") : WGMMA_16(0) : WGMMA_INPUTS);
@@ -313,23 +313,24 @@ DEVICE void multiply(float (&d)[96], u64 a, u64 b, int keep) {
 
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[112], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111, "112", "113", "114", "115", "116")
+    asm volatile(WGMMA("224", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111, "112", "113", "114",
+                       "115", "116")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96)
                  : WGMMA_INPUTS);
 }
 
 template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127, "128", "129", "130",
-                       "131", "132")
+    asm volatile(WGMMA("256", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_95 ", " WGMMA_96_111 ", " WGMMA_112_127, "128",
+                       "129", "130", "131", "132")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64), WGMMA_16(80), WGMMA_16(96),
                    WGMMA_16(112)
                  : WGMMA_INPUTS);
 }
 
 #if DTYPE
-// The same with a in registers, 64 x 16: of each warp the words (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8) of its
-// 16 rows. They too are the unit's until the wait.
+// The same with a in registers, 64 x 16: of each warp the words (g, 2q), (g + 8, 2q), (g, 2q + 8), (g + 8, 2q + 8) of
+// its 16 rows. They too are the unit's until the wait.
 #define WGMMA_WORDS(N, REGISTERS, A0, A1, A2, A3, B, KEEP, ACROSS)                                            \
     "{\n .reg .pred keep;\n setp.ne.b32 keep, %" KEEP ", 0;\n"                                                \
     " wgmma.mma_async.sync.aligned." WGMMA_SHAPE(N) " {" REGISTERS "}, {%" A0 ", %" A1 ", %" A2 ", %" A3 "}, %" B \
@@ -338,7 +339,9 @@ DEVICE void multiply(float (&d)[128], u64 a, u64 b, int keep) {
 
 template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[16], const u32 (&a)[4], u64 b, int keep) {
-    asm volatile(WGMMA_WORDS("32", WGMMA_0_15, "16", "17", "18", "19", "20", "21", "22") : WGMMA_16(0) : WGMMA_WORD_INPUTS);
+    asm volatile(WGMMA_WORDS("32", WGMMA_0_15, "16", "17", "18", "19", "20", "21", "22")
+                 : WGMMA_16(0)
+                 : WGMMA_WORD_INPUTS);
 }
 
 template <bool B_ACROSS = false>
@@ -406,10 +409,11 @@ DEVICE void cluster_sync() {
 
 // Into another block's shared memory, at this block's address of the same.
 DEVICE void store_in_block(u32 address, int rank, double value) {
-    asm volatile("{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n st.shared::cluster.f64 [there], %2;\n}" ::"r"(
-                     address),
-                 "r"(rank), "d"(value)
-                 : "memory");
+    asm volatile(
+        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
+        " st.shared::cluster.f64 [there], %2;\n}" ::"r"(address),
+        "r"(rank), "d"(value)
+        : "memory");
 }
 
 // The address there of what is at this block's `address`.
@@ -430,8 +434,8 @@ DEVICE void send_to_block(u32 address, u32 barrier, float4 value) {
 // As barrier_wait, for what another block of the cluster has sent.
 DEVICE void barrier_wait_for_cluster(u32 barrier, u32 parity) {
     asm volatile(
-        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n @!done bra "
-        "wait;\n}" ::"r"(barrier),
+        "{\n .reg .pred done;\nwait:\n mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+        " @!done bra wait;\n}" ::"r"(barrier),
         "r"(parity)
         : "memory");
 }
@@ -469,10 +473,11 @@ DEVICE void store_shared(u32 address, uint2 value) {
 
 // A predicated store is no branch: what makes the value may be mixed with other work.
 DEVICE void store_shared(u32 address, uint4 value, u32 wanted) {
-    asm volatile("{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n @wanted st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"r"(
-                     address),
-                 "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(wanted)
-                 : "memory");
+    asm volatile(
+        "{\n .reg .pred wanted;\n setp.ne.b32 wanted, %5, 0;\n"
+        " @wanted st.shared.v4.u32 [%0], {%1, %2, %3, %4};\n}" ::"r"(address),
+        "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(wanted)
+        : "memory");
 }
 
 DEVICE void store_shared(u32 address, float4 value) {

@@ -5,9 +5,9 @@
 // y      (elements) dense: round(x * scale + shift)          T
 //
 // Product and sum are rounded to float32 one after the other, never fused, so that the CPU gives the same bits.
-// Mapping: a block takes STEPS * blockDim.x vectors of VEC elements, threads side by side; a thread STEPS of them, and the
-// elements behind the last vector one by one. Where blockDim.x * VEC is a multiple of the channels, as the launcher sees to
-// for few of them, all its vectors begin with one channel, and scale and shift stay in registers.
+// Mapping: a block takes STEPS * blockDim.x vectors of VEC elements, threads side by side; a thread STEPS of them, and
+// the elements behind the last vector one by one. Where blockDim.x * VEC is a multiple of the channels, as the launcher
+// sees to for few of them, all its vectors begin with one channel, and scale and shift stay in registers.
 // Cost: bytes = elements * (sizeof SOURCE + sizeof T), each once; floor on an H200 at 4.2 TB/s for 256 images of
 // 224 x 224 x 3 bytes to bf16: 28 us.
 //

@@ -1,19 +1,19 @@
 // Sum or product of two tensors, as at a residual join or a gate. (Concatenation is a pitched copy: array.cu.)
 //
 // a, b, y: any shape, T, dense or rows at a pitch; y = a + b, or a * b where PRODUCT is 1, rounded once.
-// gate_kernel: y = a * gate (+ mean / pixels where MEAN is 1), a and y (samples * pixels, C), gate and mean (samples, C)
-// dense: 2 sizeof(T) bytes per element.
+// gate_kernel: y = a * gate (+ mean / pixels where MEAN is 1), a and y (samples * pixels, C), gate and mean (samples,
+// C) dense: 2 sizeof(T) bytes per element.
 //
-// Mapping: Share (common.cuh). Cost per element: 1 FLOP, 3 sizeof(T) bytes; floor on an H200 at 4.2 TB/s in bf16 1.43 us
-// per million elements.
+// Mapping: Share (common.cuh). Cost per element: 1 FLOP, 3 sizeof(T) bytes; floor on an H200 at 4.2 TB/s in bf16 1.43
+// us per million elements.
 
 #include "common.cuh"
 
 #if defined(GATE)
 
 extern "C" __global__ void __launch_bounds__(256, 4)
-gate_kernel(const T* __restrict__ a, const T* __restrict__ gate, const T* __restrict__ mean, T* __restrict__ y, int pixels,
-            int channels, Walk walk) {
+gate_kernel(const T* __restrict__ a, const T* __restrict__ gate, const T* __restrict__ mean, T* __restrict__ y,
+            int pixels, int channels, Walk walk) {
     await_predecessor();
     const Share at(walk, UNROLL);
     const float share = 1.0f / float(pixels);

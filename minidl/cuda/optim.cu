@@ -17,7 +17,8 @@
 //                  value, so their order does not matter; clear_nonfinite zeroes the flag first. 4 bytes per element.
 // update_loss_scale   one thread: dynamic loss scaling, Micikevicius et al., "Mixed precision training" (ICLR 2018).
 //
-// -DGRADIENT, -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte aligned.
+// -DGRADIENT, -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte
+// aligned.
 #include "common.cuh"
 
 #define BLOCK 256
@@ -30,8 +31,8 @@ DEVICE float decayed(float w, float buf, float decay, float momentum) {
     return __fmaf_rn(momentum, buf, __fmul_rn(decay, w));
 }
 
-// A thread's groups of four neighbours, all of whose loads are issued before the first use: load(u, i) of each group that
-// begins at an element i below n, then store(u, i).
+// A thread's groups of four neighbours, all of whose loads are issued before the first use: load(u, i) of each group
+// that begins at an element i below n, then store(u, i).
 template <int UNROLL, class Load, class Store>
 DEVICE void for_groups(i64 n, Load load, Store store) {
     const i64 first = i64(blockIdx.x) * (BLOCK * 4 * UNROLL) + threadIdx.x * 4;

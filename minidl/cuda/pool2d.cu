@@ -20,18 +20,18 @@
 //
 // With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
 //
-// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's sums.
-//                       Bound by instructions (3x3, stride 2: 374 per output of 8 channels): a row of taps that the next
-//                       window has too is normalised once, and its maximum carried down the strip; its others are
+// max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's
+//                       sums. Bound by instructions (3x3, stride 2: 374 per output of 8 channels): a row of taps that the
+//                       next window has too is normalised once, and its maximum carried down the strip; its others are
 //                       loaded while the window before is worked on; a column off the image is read, and counts, as the
 //                       next one on it, for a choice between taps and nothing took a quarter of all instructions
 //                       (256x112x112x64 on an H200: 212 us so, 191 without; 159 of bytes, 160 of instructions)
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
-//                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on it.
-//                       bytes: dy + index + x once + dx
+//                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on
+//                       it. bytes: dy + index + x once + dx
 //
-// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1, -DADD=0|1; of
-// the batch norm -DBATCH=1, or 0 where its moments are constants.
+// Variants: -DINDEX_BITS=8|16 (max), without (average); -DNORMALIZED=0|1; backward -DTILE_H, STRIDE_H or 1, -DADD=0|1;
+// of the batch norm -DBATCH=1, or 0 where its moments are constants.
 #include "common.cuh"
 #include "grid.cuh"
 #include "lanes.cuh"
@@ -197,7 +197,8 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         Maximum row(first_s);
 #pragma unroll
         for (int s = 0; s < TAPS; ++s) {
-            const bool inside = s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w0 + (s0 + s) * DILATION_W) < u32(width);
+            const bool inside =
+                s0 + s < KERNEL_W && u32(h) < u32(height) && u32(w0 + (s0 + s) * DILATION_W) < u32(width);
             Lanes values = normalized(taps[s]);
 #pragma unroll
             for (int i = 0; i < WORDS; ++i) values.pairs[i] = inside ? values.pairs[i] : LOWEST;

@@ -2,10 +2,10 @@
 //
 //   x (N, height, width, C) at a pitch per pixel; y (N, out_h, out_w, C) dense; dy at a pitch; dx dense.
 //
-// Along an axis output o reads inputs lo and lo + 1 with weights 1 - w and w, where lo + w = max((a o + b) / d, 0): whole
-// numbers (resize_axis in shapes.py), so that every device finds the same pixels and weights. Both axes are resized one
-// after the other: a row of the image is resized across once, for all outputs that read it. Backward each input pixel
-// gathers from the outputs that read it, row by row.
+// Along an axis output o reads inputs lo and lo + 1 with weights 1 - w and w, where lo + w = max((a o + b) / d, 0):
+// whole numbers (resize_axis in shapes.py), so that every device finds the same pixels and weights. Both axes are
+// resized one after the other: a row of the image is resized across once, for all outputs that read it. Backward each
+// input pixel gathers from the outputs that read it, row by row.
 //
 // With -DFIXED=1 a, b and d of both axes are macros: quotients by small whole numbers are then a few instructions.
 //
@@ -155,9 +155,9 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 
 #else
 
-// READERS: the most outputs that read one input, along a row. HELD of them, of AHEAD rows, are on their way, each thread's
-// through its own part of shared memory: registers that loads are to fill cannot be told apart, so that whoever waits for the
-// oldest waits for all. L1 serves the neighbours, which need half of them too.
+// READERS: the most outputs that read one input, along a row. HELD of them, of AHEAD rows, are on their way, each
+// thread's through its own part of shared memory: registers that loads are to fill cannot be told apart, so that
+// whoever waits for the oldest waits for all. L1 serves the neighbours, which need half of them too.
 constexpr int VECTOR = VEC * int(sizeof(T));
 
 DEVICE void start_copy(T* to, const T* __restrict__ from) {

@@ -26,8 +26,9 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import round_up
 
 # Of a weight gradient by the generic kernel, whose tiles have at least 64 rows and columns, taps side by side:
-# microseconds to start and end; in one, bytes of both images and products in 16 bits, of which one takes half in TF32.
-START, BYTES, PRODUCTS, TILE = 8.1, 3.07e6, 9.5e7, 64
+# microseconds to start and end; in one, bytes of both images, those of the gradient, and products in 16 bits, of which
+# one takes half in TF32.
+START, BYTES, WRITTEN, PRODUCTS, TILE = 8.1, 3.07e6, 2.8e6, 9.5e7, 64
 
 
 def widened(conv: Convolution, code: int) -> Convolution:
@@ -80,7 +81,8 @@ def _by_generic(conv: Convolution, tf32: int) -> float:
     """How long the generic kernel should take for a weight gradient, microseconds on a chip as fast as an H200."""
     rows, columns = conv.out_channels // conv.groups, conv.channels // conv.groups * prod(conv.kernel)
     products = conv.pixels * conv.groups * round_up(rows, TILE) * round_up(columns, TILE)
-    return START + max(conv2d_weight_tiles.moved(conv, tf32) / BYTES, products * (2 * tf32 or 1) / PRODUCTS)
+    written = 4 * rows * columns * conv.groups / WRITTEN
+    return START + max(conv2d_weight_tiles.moved(conv, tf32) / BYTES, products * (2 * tf32 or 1) / PRODUCTS, written)
 
 
 def options(question: Question, device: DeviceRecord) -> list[Choice]:

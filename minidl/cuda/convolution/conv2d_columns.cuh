@@ -1,5 +1,5 @@
-// What conv2d_hopper.cu and conv2d_halo.cu take of each column, an output channel, on the way out: sums for a batch norm
-// above, or mask and sums for a ReLU and a batch norm below, or for a bias there.
+// What conv2d_hopper.cu and conv2d_halo.cu take of each column, an output channel, on the way out: sums for a batch
+// norm above, or mask and sums for a ReLU and a batch norm below, or for a bias there.
 #pragma once
 #include "hopper.cuh"
 #include "normalize.cuh"
@@ -60,8 +60,8 @@ struct ColumnShare {
         return column & 8 ? upper : lower;
     }
 
-    // Into `to` (SUMS, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the engine
-    // would wait for it.
+    // Into `to` (SUMS, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the
+    // engine would wait for it.
     __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
         if (second < SUMS && from + column < columns) to[second * columns + from + column] = value;
     }
@@ -164,9 +164,9 @@ struct Masking {
         }
     }
 
-    // Masks 16 rows of the warp's columns, in words across. MASKED 1: the mask follows from the inputs x; 2: from the ReLU's
-    // outputs; 3: from those, which come in the place of inputs; 4: from outputs[i % 2], bits 0, 8, 16, 24 of which are the
-    // signs of this lane's two columns in its first row, then in its second.
+    // Masks 16 rows of the warp's columns, in words across. MASKED 1: the mask follows from the inputs x; 2: from the
+    // ReLU's outputs; 3: from those, which come in the place of inputs; 4: from outputs[i % 2], bits 0, 8, 16, 24 of
+    // which are the signs of this lane's two columns in its first row, then in its second.
     __device__ __forceinline__ void mask(u32 (&gradients)[4], const u32 (&inputs)[4], const u32 (&outputs)[4]) {
         if constexpr (FOR_BIAS) {
             cut_off(gradients, inputs);
@@ -210,8 +210,8 @@ struct Masking {
         }
     }
 
-    // The same of a slab, where x, and y if it is read, lie as it does. Addresses are those of the lane's row, or of signs,
-    // whose rows are PITCH bytes apart.
+    // The same of a slab, where x, and y if it is read, lie as it does. Addresses are those of the lane's row, or of
+    // signs, whose rows are PITCH bytes apart.
     template <int PITCH>
     __device__ __forceinline__ void take(u32 slab, u32 x, u32 y) {
         u32 gradients[4], inputs[4], outputs[4];

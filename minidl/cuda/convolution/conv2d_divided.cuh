@@ -1,13 +1,14 @@
-// conv2d_hopper.cu for few rows, whose time is that of fetching filters: the blocks of a cluster share the depth of a tile,
-// so that all multiprocessors fetch, and add up their sums through shared memory, in order. Of a stage only the rows that
-// there are come: zeros for others cost the engine more than rows would.
+// conv2d_hopper.cu for few rows, whose time is that of fetching filters: the blocks of a cluster share the depth of a
+// tile, so that all multiprocessors fetch, and add up their sums through shared memory, in order. Of a stage only the
+// rows that there are come: zeros for others cost the engine more than rows would.
 #pragma once
 
 // A warpgroup's share of what the blocks of a cluster have summed, added up in the order of their ranks and written.
 DEVICE void combine(const Sum& sum, u32 space, const Tile& tile, const Problem& p, const float* bias, const T* add,
                     int add_pitch, T* out, int warpgroup) {
     constexpr int QUADS = TILE_N / 8, SHARE = BLOCKS * QUADS / DIVIDED, ALL = 128 * WARPGROUPS;
-    static_assert(SHARE * DIVIDED == BLOCKS * QUADS && ALL * BLOCKS * QUADS * 16 <= STAGES * STAGE_BYTES, "equal shares");
+    static_assert(SHARE * DIVIDED == BLOCKS * QUADS && ALL * BLOCKS * QUADS * 16 <= STAGES * STAGE_BYTES,
+                  "equal shares");
     const int lane = threadIdx.x % 32, rows = p.classes[0].rows;
     space += threadIdx.x * 16;
     warpgroups_sync<ALL>(1);  // the stages are no longer read

@@ -17,16 +17,17 @@ from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of,
 from minidl.shapes import ceil_div, round_up
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
-# For the fewest rows: stages are all filters but for those, and as many on their way as there is room for.
+# Stages are all filters but for few rows, and as many on their way as there is room for.
 FEW = HopperTile(64, 64, 12, 1, 1, 0.13, 0.3, 0.0), HopperTile(64, 64, 6, 1, 2, 0.11, 0.3, 0.0)
 MOST_ROWS = 256
-# Multiprocessors that clusters of so many blocks reach: those of a cluster are of one group, and two blocks that fit
-# lie on one multiprocessor (seen on an H200). Constants, so that sums are cut alike on every device.
+# Multiprocessors that clusters of so many blocks reach, as those of a cluster are of one group (seen on an H200).
+# Constants, so that sums are cut alike on every device.
 _REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
 # Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
-# multiprocessor; filters and rows that one fetches; a block's start. Adding up the sums of so many blocks.
-_LATENCY, _READ, _TAKEN, _FETCHED, _START = 1.5, 4.1e6, 4.8e4, 1.0e5, 3.0
-_COMBINED = {1: 0.0, 2: 1.0, 4: 1.5, 8: 2.3}
+# multiprocessor; filters and rows that one fetches; a launch, and a block behind another one. Adding up the sums of so
+# many blocks. Fitted to 88 times of 11 products on an H200, of which the chosen ones are 3 % behind the fastest.
+_LATENCY, _READ, _TAKEN, _FETCHED, _START, _AGAIN = 2.14, 3.26e6, 3.7e4, 6.2e4, 2.7, 1.6
+_COMBINED = {1: 0.0, 2: 0.9, 4: 1.7, 8: 1.5}
 # Tried in place of this: the narrowest tile whose blocks have a multiprocessor each, in as many parts as fit. On an
 # H200 up to 8 % faster with some thousand filters and channels, but 68 us for 59 at 25088-4096 with 64 rows.
 
@@ -71,17 +72,15 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
     if conv.groups > 1 or not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
         return []
     stages = _stages(conv, backward, code)
-    tiles = *TILES, *(FEW if conv.images <= FEW[0].rows else ())
-    return [Division(tile, parts) for tile in tiles for parts in PARTS if parts <= stages]
+    return [Division(tile, parts) for tile in (*TILES, *FEW) for parts in PARTS if parts <= stages]
 
 
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
     tile, down = one.tile, ceil_div(conv.images, one.tile.rows)
     tiles = down * ceil_div(columns_of(conv, backward), tile.columns) * one.parts
     most = _REACHED[one.parts]
-    used = min(tiles if one.parts == 1 else ceil_div(tiles, tile.resident), most)
-    rounds = ceil_div(tiles, most * tile.resident)
-    beside = ceil_div(min(tiles, most * tile.resident), used)  # blocks of a multiprocessor
+    used, rounds = min(tiles, most), ceil_div(tiles, most * tile.resident)
+    beside = min(tiles, most * tile.resident) / used  # blocks of a multiprocessor
     fetched = min(tile.rows, round_up(conv.images, 8)) + tile.columns
     stage = max(
         tile.step * beside,
@@ -89,5 +88,5 @@ def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -
         STAGE_ROW * tile.columns * beside * max(1 / _TAKEN, used / down / _READ),
         STAGE_ROW * fetched * beside / _FETCHED,
     )
-    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
+    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest) + (rounds - 1) * _AGAIN
     return time + _START + _COMBINED[one.parts]

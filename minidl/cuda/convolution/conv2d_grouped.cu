@@ -1,7 +1,7 @@
 // Convolution in groups of few channels, forward and data gradient, 16-bit types, no dilation; sm_80 and newer.
-// Products of 8 x 8 blocks along the diagonal of the filter matrix: a unit is one group, or as many narrow ones as eight
-// channels hold, whose products with each other's channels are with zeros. Images are walked in the strips of strip.cuh,
-// so that a row of the source is loaded once, and once per column of the filter into registers.
+// Products of 8 x 8 blocks along the diagonal of the filter matrix: a unit is one group, or as many narrow ones as
+// eight channels hold, whose products with each other's channels are with zeros. Images are walked in the strips of
+// strip.cuh, so that a row of the source is loaded once, and once per column of the filter into registers.
 //
 //   source    ((n*height + h)*width + w)*source_pitch + channel      T, forward: x; data gradient: dy
 //   filter    (K, R, S, C/groups) dense                              T
@@ -20,7 +20,8 @@
 // groups of a unit; WARP_UNITS, WARP_BLOCKS, WARPS_M, WARPS_N, STAGES as above; VEC_X and VEC_Y (1, 2 or 8), values per
 // access to source and output.
 // Grid: slabs of units x blocks of items, slabs fastest. Dynamic shared memory: stages.
-// FLOP: 2 * R * S * GROUP_IN per output value, up to 8 / GROUP_IN times that on the units. Bytes: source and output once.
+// FLOP: 2 * R * S * GROUP_IN per output value, up to 8 / GROUP_IN times that on the units. Bytes: source and output
+// once.
 #include "common.cuh"
 
 constexpr int THREADS = 32 * WARPS_M * WARPS_N;
@@ -261,8 +262,8 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
     ItemRows ahead(first, p.items, p.at.base_h), here = ahead;
     Rows rows;
     const auto seek = [&] {
-        rows.start(source, p.source_pitch, p.items, ahead.block, p.at.height, p.at.width, p.at.source_w, slab * UNITS * IN,
-                   p.channels);
+        rows.start(source, p.source_pitch, p.items, ahead.block, p.at.height, p.at.width, p.at.source_w,
+                   slab * UNITS * IN, p.channels);
     };
     const auto copy = [&](int stage) {
         if (!ahead.done()) {
@@ -321,8 +322,8 @@ conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter
 #pragma unroll
                     for (int j = 0; j < PAIRS; ++j) {
                         const int second = 2 * j + 1 < WARP_CHUNKS ? lane / 16 : 0;
-                        load_matrices(a[j], fragments + read * Rows::BYTES + in * OCTETS * Rows::OCTET + Rows::place(sight) +
-                                                (2 * j + second) * 16);
+                        load_matrices(a[j], fragments + read * Rows::BYTES + in * OCTETS * Rows::OCTET +
+                                                Rows::place(sight) + (2 * j + second) * 16);
                     }
                     add_column(sums, a, weights, in, sight);
                 }

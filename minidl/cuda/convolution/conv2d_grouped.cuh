@@ -58,7 +58,8 @@ struct ItemRows {
 
 template <int THREADS>
 DEVICE void clear(unsigned char* shared, int bytes) {
-    for (int i = threadIdx.x; i < bytes / 16; i += THREADS) reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
+    for (int i = threadIdx.x; i < bytes / 16; i += THREADS)
+        reinterpret_cast<uint4*>(shared)[i] = make_uint4(0, 0, 0, 0);
 }
 
 // ROWS rows of an image per step, PIXELS_ pixels for each of OCTETS_ octets, STEP from one base column to the next, and
@@ -82,8 +83,8 @@ struct RowCopies {
     }
 
     // first_column: of the image at base column 0; first_channel, channels: from the first one on, of all.
-    __device__ __forceinline__ void start(const T* array, i64 pitch, const Items& items, i64 block, int height, int width,
-                                          int first_column, int first_channel, int channels) {
+    __device__ __forceinline__ void start(const T* array, i64 pitch, const Items& items, i64 block, int height,
+                                          int width, int first_column, int first_channel, int channels) {
         inside = 0;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {

@@ -7,15 +7,15 @@
 //   output    (chunks, K, R, S, C/groups) float32 partials, added up in order by sum_partials_kernel (channel_sum.cu)
 //
 // Images are walked as in conv2d_grouped.cu, rows of both arrays going through shared memory; products of mma.sync have
-// 16 outputs k as rows, 8 channels c as columns, and sum over 16 pixels, two octets of base columns. A set is a unit, or
-// two units of eight outputs each, whose products with each other's channels are thrown away. A warp has 16 outputs of a
-// set and WARP_CHUNKS chunks of eight channels, for all taps and all pixels of the block: AGES rows of dy stay in its
-// registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS sets and
-// takes the items of its chunk one after the other; chunks depend on the sizes alone.
+// 16 outputs k as rows, 8 channels c as columns, and sum over 16 pixels, two octets of base columns. A set is a unit,
+// or two units of eight outputs each, whose products with each other's channels are thrown away. A warp has 16 outputs
+// of a set and WARP_CHUNKS chunks of eight channels, for all taps and all pixels of the block: AGES rows of dy stay in
+// its registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS
+// sets and takes the items of its chunk one after the other; chunks depend on the sizes alone.
 //
 // Macros: DTYPE (1, 2); those of strip.cuh with BACKWARD 0; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
-// BUNDLE, groups of a unit; SETS, WARP_CHUNKS as above; PAIRS of octets of an item; STAGES; VEC_X, VEC_Y, values per copy
-// of x and dy.
+// BUNDLE, groups of a unit; SETS, WARP_CHUNKS as above; PAIRS of octets of an item; STAGES; VEC_X, VEC_Y, values per
+// copy of x and dy.
 // Grid: slabs of sets x chunks, slabs fastest. Dynamic shared memory: stages, and 32 bytes.
 // FLOP: 2 * R * S * C/groups per value of dy, up to 16 / GROUP_IN times that on the units. Bytes: dy and x once, and
 // 4 * chunks * |dw| twice.
@@ -103,8 +103,8 @@ conv2d_grouped_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, 
     if (!ahead.done()) seek();
     for (int i = 0; i < STAGES - 1; ++i) copy(i);
 
-    // Where this lane's row of the fragments starts: pixel lane % 8. Of dy, outputs 8 to 15 and the second octet; of x, the
-    // second octet and the second of two chunks.
+    // Where this lane's row of the fragments starts: pixel lane % 8. Of dy, outputs 8 to 15 and the second octet; of x,
+    // the second octet and the second of two chunks.
     const u32 of_dy = stages + Sources::BYTES + lane / 16 * Gradients::OCTET + lane % 8 * Gradients::PIXEL +
                       (set * SET_UNITS * BLOCKS + tile * 2 + lane / 8 % 2) * 16;
     const u32 of_x = stages + lane / 8 % 2 * Sources::OCTET + lane % 8 * Sources::PIXEL +
@@ -133,7 +133,8 @@ conv2d_grouped_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, 
 #pragma unroll
                         for (int j = 0; j < WARP_CHUNKS; j += 2) {
                             u32 b[4];
-                            load_matrices_transposed(b, of_x + read * STAGE_BYTES + (in * OCTETS + pair * 2) * Sources::OCTET +
+                            load_matrices_transposed(b, of_x + read * STAGE_BYTES +
+                                                            (in * OCTETS + pair * 2) * Sources::OCTET +
                                                             Sources::place(s) + j * 16);
 #pragma unroll
                             for (int age = 0; age < AGES; ++age) {

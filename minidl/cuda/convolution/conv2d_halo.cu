@@ -1,6 +1,6 @@
-// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for few output channels and wide images: like
-// conv2d_hopper.cu, but the source pixels of a window of outputs, with the halo around them, are loaded once for all taps
-// and not once per tap. One group; 16-bit types, or float32 whose operands the engine rounds to TF32.
+// Convolution without stride, forward and data gradient, on Hopper (sm_90a), for few output channels and wide images:
+// like conv2d_hopper.cu, but the source pixels of a window of outputs, with the halo around them, are loaded once for
+// all taps and not once per tap. One group; 16-bit types, or float32 whose operands the engine rounds to TF32.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p - ph + r*dh, q - pw + s*dw, c] w[k,r,s,c]
@@ -8,10 +8,10 @@
 //     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n, h + ph - r*dh, w + pw - s*dw, k] w[k,r,s,c]
 //
 // One product of rows (output channels) x columns (the pixels of a window), summed over depth in the order of
-// conv2d_hopper.cu: chunks of DEPTH source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW high.
-// In shared memory a patch, the window and its halo of DEPTH channels, has rows of 128 bytes, one for each pixel; so the
-// operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the patch
-// apart: the swizzle goes by addresses, not by rows of an operand, and fits wherever one starts.
+// conv2d_hopper.cu: chunks of DEPTH source channels, over the taps within a chunk. A window is 8 pixels wide, WINDOW
+// high. In shared memory a patch, the window and its halo of DEPTH channels, has rows of 128 bytes, one for each pixel;
+// so the operand of a tap starts some rows further than the patch, and its groups of eight rows are one line of the
+// patch apart: the swizzle goes by addresses, not by rows of an operand, and fits wherever one starts.
 //
 // All arrays are seen through tensor maps (conv2d_halo.py makes them):
 //   source       (C, W, H, N), tiled: DEPTH channels x patch
@@ -23,16 +23,17 @@
 // forward pass: the source is the input of a batch norm with a ReLU over it, and patches are normalised where they lie,
 // once for all taps, by three warps that are otherwise idle.
 //
-// What is added to a window and what is read below it comes in patches, too. The output takes the place of the last patch
-// of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two
+// What is added to a window and what is read below it comes in patches, too. The output takes the place of the last
+// patch of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two
 // (conv2d_halo_float.cuh).
 //
 // Tried without gain: warpgroups that multiply in turns, one while the other ends its window (64-64 channels at 56x56
-// pixels: data gradient 0.59 of cuDNN's time beside it, 0.60 as it is, masked 0.75 and 0.76; statistics cost 17 %, so 4).
+// pixels: data gradient 0.59 of cuDNN's time beside it, 0.60 as it is, masked 0.75 and 0.76; statistics cost 17 %, so
+// 4).
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU;
-// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where the
-// depth is less.
+// PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where
+// the depth is less.
 // Grid: as in conv2d_hopper.cu; a tile is 64 output channels of two windows.
 // Block: two warpgroups multiply, one window each, with the same filters; one thread of a third keeps the pipeline
 // filled, also across tiles.

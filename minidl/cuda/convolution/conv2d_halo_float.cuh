@@ -5,8 +5,8 @@
 
 constexpr int HALVES = FILTERS / DEPTH;
 
-// Of a lane's results on a line of a patch: where sum[4 * line + 2 * i + e] is, channel lane / 4 of eight i of the warp's
-// 16, pixel lane % 4 * 2 + e. A warp meets each bank once.
+// Of a lane's results on a line of a patch: where sum[4 * line + 2 * i + e] is, channel lane / 4 of eight i of the
+// warp's 16, pixel lane % 4 * 2 + e. A warp meets each bank once.
 struct Spot {
     u32 to[2][2];
 

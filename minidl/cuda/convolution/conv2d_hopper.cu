@@ -1,6 +1,6 @@
 // Convolution, forward and data gradient, on Hopper (sm_90a): the implicit matrix product of conv2d.cu with operands
-// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, or float32, in one
-// group, whose operands the engine rounds to TF32 on their way to shared memory.
+// gathered by the copy engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma). 16-bit types, or float32, in
+// one group, whose operands the engine rounds to TF32 on their way to shared memory.
 //
 //   forward (BACKWARD = 0):
 //     y[n,p,q,k]  = bias[k] + add[n,p,q,k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
@@ -8,10 +8,11 @@
 //     dx[n,h,w,c] = bias[c] + add[n,h,w,c] + sum_{r,s,k} dy[n,p,q,k] w[k,r,s,c]
 //                   over the r, s for which there are p, q with p*sh - ph + r*dh = h and q*sw - pw + s*dw = w
 //
-// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels, 128
-// bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into classes
-// of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart in the
-// output. Those without taps, three of the four of a 1x1 filter with a stride of two, are neither fetched nor multiplied.
+// One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels,
+// 128 bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into
+// classes of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart
+// in the output. Those without taps, three of the four of a 1x1 filter with a stride of two, are neither fetched nor
+// multiplied.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
@@ -23,21 +24,21 @@
 // (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
 // (patches, columns), for the bias of the layer below.
 //
-// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of the
-// ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is read
-// beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and of
-// g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which y alone
-// is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes that are
-// seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
+// MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of
+// the ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is
+// read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
+// of g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
+// y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
+// that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
-// NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh puts
-// in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps. An
-// otherwise idle warp brings that from memory, beside the stage where the chunk begins. SINGLE: of 1x1 filters without
-// padding.
+// NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh
+// puts in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps.
+// An otherwise idle warp brings that from memory, beside the stage where the chunk begins. SINGLE: of 1x1 filters
+// without padding.
 //
-// GROUPED, of 16-bit types: 0, one; 1, several, a tile's columns are of one and so is its depth; 2, likewise of two that
-// have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow each other
-// in its rows.
+// GROUPED, of 16-bit types: 0, one; 1, several, a tile's columns are of one and so is its depth; 2, likewise of two
+// that have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow
+// each other in its rows.
 //
 // SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
 // copy it, as no box of the engine has such rows.
@@ -53,24 +54,24 @@
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
 //
-// DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the depth
-// of a tile.
+// DIVIDED (FLAT; 1, 2, 4, 8; else 0), for few rows: conv2d_divided_kernel instead, in which so many blocks share the
+// depth of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
 // (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the
 // pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL; SLABS, output
 // buffers per warpgroup; RESIDENT, blocks per multiprocessor.
-// Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column tiles
-// are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread of
-// another keeps the pipeline filled, across tiles too.
+// Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column
+// tiles are counted first, so that blocks which share source pixels run together.
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread
+// of another keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
 // sends.
-// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels, where
-// it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512 channels a
-// quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output fits). Of 64-256
-// channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many bytes, 4.3 in stores
-// alone: it is the turns between reads and writes that cost.
+// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
+// where it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512
+// channels a quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output
+// fits). Of 64-256 channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many
+// bytes, 4.3 in stores alone: it is the turns between reads and writes that cost.
 // Nor so that what ends a tile is hidden: warpgroups with tiles of 128x128 of their own, in turn, one writing while the
 // other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99);
 // what is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2
@@ -78,8 +79,16 @@
 // (nothing). Reckoned, not profiled: products of 128 columns read 96 bytes a clock of shared memory, their stages come
 // at some 50, and it has 128; so each pass of the end of a tile over shared memory, three more where it masks, takes
 // its own time whoever else multiplies.
-// Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per second
-// on each multiprocessor, which is what 32 channels take with every tile.
+// Where a short launch's time goes: 1024-256 at 14x14 pixels, 32 images, 98 tiles of 128x128, takes 9.8 us on an H200,
+// of which 0.8 pass between two launches, 0.6 until the first stage is asked for, 1.6 until it has come, 5.2 with its
+// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. cuDNN, 8.2 us, has
+// tiles of 128 filters x 96 pixels there, one for each multiprocessor, in clusters of two; that is not built. Tried
+// without gain, over the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up
+// before they wait for the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the
+// wait is over when a block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt
+// out over groups of multiprocessors (2 %).
+// Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
+// second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_output.cuh"
@@ -95,7 +104,8 @@ constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
 constexpr int PARTS = DIVIDED ? DIVIDED : CUT;  // stretches of the depth
 constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 registers are enough for
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
-static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)), "whole groups of 16 bits");
+static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)),
+              "whole groups of 16 bits");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
 constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
@@ -182,7 +192,9 @@ struct Place {
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
         return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const { return tile.column + s / BLOCKS * SLAB_COLUMNS; }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const {
+        return tile.column + s / BLOCKS * SLAB_COLUMNS;
+    }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
         load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
@@ -202,15 +214,16 @@ struct Place {
     // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
     __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
         const Class& c = p.classes[0];
-        const int thread = thread_again(), first = thread / 8, chunk = thread % 8, channel = column(tile, s) + chunk * 8;
+        const int thread = thread_again(), first = thread / 8, chunk = thread % 8;
+        const int channel = column(tile, s) + chunk * 8;
         const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
         Pixel pixel(c, begin);
 #pragma unroll
         for (int i = 0; i < SLAB_ROWS; i += 16) {
             const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
             const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
-            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16, spaced + (there ? from * p.added + channel : 0),
-                       there);
+            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16,
+                       spaced + (there ? from * p.added + channel : 0), there);
             pixel.advance(c, 16);
         }
         arrive_with_copies(barrier);
@@ -248,7 +261,9 @@ using Sum = float[BLOCKS][TILE_N / 2];
 #endif
 
 // Of the sums of 64 columns those of the first or the second 32.
-DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] { return *reinterpret_cast<float(*)[16]>(sum + 16 * which); }
+DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] {
+    return *reinterpret_cast<float(*)[16]>(sum + 16 * which);
+}
 
 // A warpgroup: stages `step` to `end` of a tile, but for the first products of each; `before`: the one last taken.
 template <int FIRST>
@@ -268,7 +283,8 @@ DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int 
                 const u64 rows = a + operand_step(i * 64 * 128 + k * 32);
                 if constexpr (GROUPED == 2)
                     multiply<ACROSS>(half(sum[i], k / 2), rows,
-                                     b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP), step + k % 2);
+                                     b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP),
+                                     step + k % 2);
                 else
                     multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k - FIRST);
             }

@@ -1,5 +1,5 @@
-// What conv2d_hopper.cu reads of a batch norm and a ReLU below a data gradient, on its way through the pipeline's stages, and
-// what it does with it.
+// What conv2d_hopper.cu reads of a batch norm and a ReLU below a data gradient, on its way through the pipeline's
+// stages, and what it does with it.
 #pragma once
 
 // Signs of a tile: 64 rows for each block of a warpgroup, from a multiple of 16 bytes on, as the engine wants them.
@@ -16,8 +16,8 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
         barrier_expect(barrier, WARPGROUPS * BLOCKS * SIGN_BYTES);
 #pragma unroll
         for (int i = 0; i < WARPGROUPS * BLOCKS; ++i)
-            Place{at, maps, p, i / BLOCKS}.load(maps.below[READ][tile.index], at.stage(ring.index) + i * SIGN_BYTES, barrier,
-                                                tile, i % BLOCKS, first_signs(tile.column));
+            Place{at, maps, p, i / BLOCKS}.load(maps.below[READ][tile.index], at.stage(ring.index) + i * SIGN_BYTES,
+                                                barrier, tile, i % BLOCKS, first_signs(tile.column));
         ring.advance();
     }
     for (int s = 0; s < Place::COUNT; s += SLABS_AT_ONCE)
@@ -40,10 +40,10 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
 // Steps of 16 rows that are worked on side by side, as registers allow.
 constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
 
-// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the stage
-// of x, `signs` at theirs.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs, int s,
-                      int warpgroup, int column) {
+// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the
+// stage of x, `signs` at theirs.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs,
+                      int s, int warpgroup, int column) {
     Ring<STAGES> other = ring;
     if (MASKED == 2) other.advance();
     if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);

@@ -1,12 +1,12 @@
 // How conv2d_hopper.cu normalises its source, in registers; a part of it, which knows its structures.
 //
-// What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB each,
-// of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands through
-// registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once, before the
-// stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128 columns it is not
-// (18 to 28 %; packed, 5). Tried without gain: reads of a quarter of the bytes, scale and shift in three parts of eight
-// bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in turns; warps that
-// normalise stages where they lie, which read and write as much shared memory.
+// What the channels of a chunk need lies beside the stage where it begins, and is read from there by every warp, 4 KB
+// each, of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands
+// through registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once,
+// before the stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128
+// columns it is not (17 to 28 %; packed, 5). Tried without gain: reads of a quarter of the bytes, scale and shift in
+// three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in
+// turns; warps that normalise stages where they lie, which read and write as much shared memory.
 #pragma once
 #include "conv2d_input.cuh"
 
@@ -62,9 +62,9 @@ struct Border {
     }
 };
 
-// Products of 16 channels that are started together, and such groups that run while the next one's operands are made. (Two
-// groups that run ahead, groups of one product or of a whole stage are up to 5 % slower, warpgroups that take turns 2 to
-// 10 %.)
+// Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
+// (Two groups that run ahead, groups of one product or of a whole stage are up to 5 % slower, warpgroups that take
+// turns 2 to 10 %.)
 constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
 constexpr int AHEAD = 1;
 

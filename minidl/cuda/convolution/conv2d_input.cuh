@@ -2,13 +2,13 @@
 // and what a product sees are relu((x - mean)*rstd*gamma + beta), with the bits that a pass of its own would write
 // (normalize.cuh). They are never in memory. Padding lies behind the ReLU: its zeros stay zeros.
 //
-// Instructions are what this costs: beside products of up to 128 columns, what is issued while the matrix units are busy
-// adds to their time, one for one or nearly so (measured on an H200, in registers and in shared memory alike); beside 256
-// columns it is hidden.
+// Instructions are what this costs: beside products of up to 128 columns, what is issued while the matrix units are
+// busy adds to their time, one for one or nearly so (measured on an H200, in registers and in shared memory alike);
+// beside 256 columns it is hidden.
 //
-// NORMALIZED 1: in float32. 2: in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s rounded
-// to T, in one instruction for two values where the other takes five; before the rounding of the result, which both have,
-// off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16.
+// NORMALIZED 1: in float32. 2: in packed 16-bit arithmetic, relu(x*s + t) with s = rstd*gamma and t = beta - mean*s
+// rounded to T, in one instruction for two values where the other takes five; before the rounding of the result, which
+// both have, off by at most u (|s*x| + |t|), u = 2^-8 of bfloat16, 2^-11 of float16.
 #pragma once
 #include "hopper.cuh"
 #include "normalize.cuh"
@@ -135,9 +135,9 @@ DEVICE u32 place_in_unit(u32 rows, int i) {
     return ((rows + row * 128 + chunk * 16) ^ (i % 2 * 64)) + i * 512;
 }
 
-// A warp: normalises units `first`, first + STEP, ... below `units` of rows that begin where an atom does. inside(unit),
-// which is asked for one after the other, has a bit for each row of a unit: only those that are set change. Before the
-// engine may read them, fence_for_engine() and __syncwarp().
+// A warp: normalises units `first`, first + STEP, ... below `units` of rows that begin where an atom does.
+// inside(unit), which is asked for one after the other, has a bit for each row of a unit: only those that are set
+// change. Before the engine may read them, fence_for_engine() and __syncwarp().
 template <int STEP, class Inside>
 DEVICE void normalize_rows(const Chunk& chunk, u32 rows, int first, int units, Inside inside) {
     uint4 values[4];

@@ -1,11 +1,11 @@
-// How the results of a warpgroup leave in conv2d_hopper.cu: in slabs, each through one of SLABS buffers in shared memory,
-// stored by the copy engine; what is to be added to a slab is brought into its buffer before.
+// How the results of a warpgroup leave in conv2d_hopper.cu: in slabs, each through one of SLABS buffers in shared
+// memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
 #pragma once
 #include "conv2d_columns.cuh"
 
 #if DTYPE
-// Writes 16 x 16 results of a warp, accumulators of two blocks of 8 columns, to columns from j on of a slab of 64 rows that
-// holds the addend, if any; `thread` of the warpgroup.
+// Writes 16 x 16 results of a warp, accumulators of two blocks of 8 columns, to columns from j on of a slab of 64 rows
+// that holds the addend, if any; `thread` of the warpgroup.
 DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
     const u32 lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
@@ -34,7 +34,8 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         // Values 2 i and 2 i + 1 are in block i / 2, 8 rows further down if i is odd; a chunk holds two pairs.
-        const u32 place = slab + (row + i % 2 * 8) * 128 + ((j / 4 + i / 2 * 2 + pair / 2) ^ row % 8) * 16 + pair % 2 * 8;
+        const u32 place =
+            slab + (row + i % 2 * 8) * 128 + ((j / 4 + i / 2 * 2 + pair / 2) ^ row % 8) * 16 + pair % 2 * 8;
         float2 value = {d[2 * i], d[2 * i + 1]};
         if (added) {
             float2 other;

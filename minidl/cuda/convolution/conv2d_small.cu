@@ -12,11 +12,11 @@
 //   add       (rows, columns), rows add_row apart                     T or null
 //   output    (rows, columns) dense                                   T, or float32 where WEIGHT is 1
 //
-// Tiles of matrix units would be fewer than multiprocessors here, and channels that fill no vector are no matter: a thread
-// sums ROWS values of one column, LANES neighbouring threads share its depth and add up their sums by pairs. Both follow
-// from the sizes alone (conv2d_small.py), hence every bit.
-// Block: 256 threads, 256 / LANES columns. Grid: slabs of columns x rows, slabs fastest. Macros: DTYPE, LANES (1 to 32), WEIGHT.
-// FLOP: 2 per product. Floor: a launch; all operands lie in the caches.
+// Tiles of matrix units would be fewer than multiprocessors here, and channels that fill no vector are no matter: a
+// thread sums ROWS values of one column, LANES neighbouring threads share its depth and add up their sums by pairs.
+// Both follow from the sizes alone (conv2d_small.py), hence every bit.
+// Block: 256 threads, 256 / LANES columns. Grid: slabs of columns x rows, slabs fastest. Macros: DTYPE, LANES (1 to
+// 32), WEIGHT. FLOP: 2 per product. Floor: a launch; all operands lie in the caches.
 #include "common.cuh"
 
 struct Problem {

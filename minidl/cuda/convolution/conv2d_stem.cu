@@ -23,16 +23,16 @@
 // The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
 // where a block has no more.
 //
-// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers, filled
-// the same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has five
-// eighths of its rate, and a filter in registers leaves room for two blocks a multiprocessor, whose loads, products and
-// stores hardly overlap: 7x7 of three channels, 256x112x112x64 on an H200, take 213 us so, 191 together. (Bytes 116 us,
-// products 80 at the full rate; what holds it back is not known. Products of a fragment while the sums of the one before
-// are stored: ptxas then makes each wait for the last.)
+// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers,
+// filled the same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has
+// five eighths of its rate, and a filter in registers leaves room for two blocks a multiprocessor, whose loads,
+// products and stores hardly overlap: 7x7 of three channels, 256x112x112x64 on an H200, take 213 us so, 191 together.
+// (Bytes 116 us, products 80 at the full rate; what holds it back is not known. Products of a fragment while the sums
+// of the one before are stored: ptxas then makes each wait for the last.)
 //
-// With STATISTICS, of bfloat16, each warp leaves sums and sums of squares of what it stores of a tile (conv2d_columns.cuh
-// has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float. That takes 58 us
-// more there, the merge included, where a pass of its own takes 104.
+// With STATISTICS, of bfloat16, each warp leaves sums and sums of squares of what it stores of a tile
+// (conv2d_columns.cuh has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float.
+// That takes 58 us more there, the merge included, where a pass of its own takes 104.
 //
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
@@ -65,7 +65,7 @@ constexpr bool APART = SPLIT && !WARPGROUP;
 constexpr int KINDS = SPLIT ? 2 : 1;  // of fragments, by where their windows start
 constexpr int GROUPS_W = (WINDOW + (APART || LEAD) + GROUP - 1) / GROUP;
 constexpr int GROUPS = KERNEL_H * GROUPS_W;
-constexpr int STEPS = (GROUPS + WORD - 1) / WORD;  // products of a group for each value of a word; the last may have less
+constexpr int STEPS = (GROUPS + WORD - 1) / WORD;  // products of a group for each value of a word, the last maybe less
 constexpr int COLUMNS = TILE_N / 8;      // fragments of columns
 constexpr int LENGTH = row_length(GROUPS_W);
 constexpr int ROWS = (TILE_P - 1) * STRIDE_H + KERNEL_H;
@@ -77,7 +77,8 @@ constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to 
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
 #if WARPGROUP
-// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each column.
+// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each
+// column.
 constexpr int BLOCK_BYTES = TILE_N * 128;
 struct Packed {
     static constexpr int TILE_WORDS = (GROUPS + 7) / 8 * BLOCK_BYTES / 4;

@@ -1,5 +1,6 @@
 // Convolution as it is taught, in exact float32: what Ha, Adufu and Kim ("Empirical Experiments for Convolution Layer
-// Optimization on Multi-GPUs") compare. Baselines of benchmarks/bench_unet.py; the library never chooses them by itself.
+// Optimization on Multi-GPUs") compare. Baselines of benchmarks/bench_unet.py; the library never chooses them by
+// itself.
 //
 //   y[n,p,q,k] = bias[k] + sum_{r,s,c} x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c] w[k,r,s,c]
 //
@@ -9,14 +10,15 @@
 //   y     (images, out_height, out_width, K) dense    float32
 //
 // direct_kernel: a thread for each value of y, all operands from global memory.
-//   Grid: ceil(values / 256) blocks of 256 threads. FLOP: 2 * values * R*S*C. Bytes: as many loads as FLOP, from the caches.
+//   Grid: ceil(values / 256) blocks of 256 threads. FLOP: 2 * values * R*S*C. Bytes: as many loads as FLOP, from the
+//   caches.
 //
-// tiled_kernel: a block computes TILE x TILE pixels of one image, FILTERS channels of each. For CHUNK input channels at a
-// time it copies the pixels that its tile sees, padding included, and the filters into shared memory; a thread sums up
-// one pixel's FILTERS channels from there.
-//   Grid: x counts column tiles, row tiles and images, columns fastest; y blocks of FILTERS channels. TILE * TILE threads.
-//   Dynamic shared memory: 4 * CHUNK * (patch_h * patch_w + FILTERS * R * S) bytes, where a patch is what a tile sees.
-//   Bytes: x once per FILTERS channels and 1 + halo of a tile, w once per tile.
+// tiled_kernel: a block computes TILE x TILE pixels of one image, FILTERS channels of each. For CHUNK input channels at
+// a time it copies the pixels that its tile sees, padding included, and the filters into shared memory; a thread sums
+// up one pixel's FILTERS channels from there.
+//   Grid: x counts column tiles, row tiles and images, columns fastest; y blocks of FILTERS channels. TILE * TILE
+//   threads. Dynamic shared memory: 4 * CHUNK * (patch_h * patch_w + FILTERS * R * S) bytes, where a patch is what a
+//   tile sees. Bytes: x once per FILTERS channels and 1 + halo of a tile, w once per tile.
 #include "common.cuh"
 
 constexpr int TILE = 16, FILTERS = 16, CHUNK = 8;

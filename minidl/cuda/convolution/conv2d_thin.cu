@@ -9,9 +9,9 @@
 //   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of
 //                                                                           few filters
 //
-// Tried without gain: a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk of
-// channels after the other, whose sums threads keep: 198 us for 64 channels of two million pixels on an H200, as much as
-// the gradient and the pass of the sums take.
+// Tried without gain: a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk
+// of channels after the other, whose sums threads keep: 198 us for 64 channels of two million pixels on an H200, as
+// much as the gradient and the pass of the sums take.
 //
 // Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or
 // null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN. With NORMALIZED (narrow,

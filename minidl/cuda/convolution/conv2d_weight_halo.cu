@@ -20,8 +20,8 @@
 //   output  (K, 3, 3, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
 //           (tiles, partials, HELD_M / 16, 9 * HELD_N / 8) patches, which conv2d_weight_sum.cu adds up          float32
 //
-// NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once for
-// all taps, by three warps that are otherwise idle.
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once
+// for all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
 // partial; HELD_M, HELD_N, VEC_Y (1, 4): conv2d_weight_hopper.cuh.
@@ -221,8 +221,9 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, int steps, 
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, 1)
 conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                          float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
-                          const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                          float* __restrict__ partials, const float* __restrict__ moments,
+                          const float* __restrict__ gamma, const float* __restrict__ beta,
+                          const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = shared_address(shared);
     const Layout at{base, base + (p.held + 1) * STAGE_BYTES};
@@ -234,14 +235,15 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
 #endif
         barrier_init_done();
     }
-    await_predecessor();
+    if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
+    const Work work(p);
     __syncthreads();
+    await_predecessor();
 
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         give_registers<NORMALIZED ? 104 : 32>();
-        const Work work(p);
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
@@ -250,7 +252,6 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     } else {
         take_registers<NORMALIZED ? 136 : 160>();
         const int filter_row = warp / 4;
-        const Work work(p);
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);
         const int columns = 9 * p.channels, row = work.row + warp % 4 * 16 + threadIdx.x % 32 / 4;

@@ -10,9 +10,9 @@
 // and conv2d_weight_sum.cu adds the partials, both in order. Where that leaves multiprocessors idle, a lot of tiles is
 // what is cut into chunks, its steps tile after tile (TURNS; stream-K: Osama, Merrill, Cecka, Garland, Owens, 2023): a
 // chunk may end one tile and begin the next, and writes at once a tile that it has all of. Lots begin alike, so that
-// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend neither
-// on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all taps of
-// its own two channels.
+// blocks of the same chunk sum up the same pixels at a time. Chunks depend on the sizes alone, so the bits depend
+// neither on the grid nor on the device. Where a tap lies outside of an image, zeros are multiplied: a NaN reaches all
+// taps of its own two channels.
 //
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them):
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
@@ -24,28 +24,29 @@
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_input.cuh).
 //
-// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside of
-// an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
+// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
+// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
 // 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
-// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
-// time; VEC_Y (1, 4), values per access to the gradient.
-// Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first
-// fastest, so that blocks which share pixels run together.
+// whether a lot has several tiles; ONCE, bits: what leaves the L2 cache first, of dy (1) and x (2), if all blocks run
+// at a time, and the gradient (4), if that cache cannot hold it; VEC_Y (1, 4), values per access to the gradient.
+// Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
+// first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
-// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6
-// of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
-// (25088-4096 fully connected). Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn
-// reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
-// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums laid
-// down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
-// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3 %
-// less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled: blocks
-// that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is fetched
-// once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain (1x1
-// 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all blocks
-// read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
+// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
+// 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
+// (25088-4096 fully connected). The gradient of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119
+// in the other order of tiles; stores alone take 93. Chunks of lots of tiles lose where x and dy are more than that
+// cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
+// laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
+// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3
+// % less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled:
+// blocks that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is
+// fetched once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain
+// (1x1 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all
+// blocks read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
@@ -96,6 +97,7 @@ struct Portion {
     int lot, chunk;
     int next, end;
 
+    __device__ __forceinline__ Portion() {}
     __device__ __forceinline__ explicit Portion(const Problem& p, u32 block = blockIdx.x) {
         const u32 index = block / CLUSTER, steps = p.steps * p.shared;
         const u32 turn = index / p.lots;
@@ -116,6 +118,7 @@ struct Work {
     int part;         // the partial sum that its cluster leaves, among those of all tiles
     bool whole;       // there is no other of the tile
 
+    __device__ __forceinline__ Work() {}
     __device__ __forceinline__ Work(const Problem& p, const Portion& portion) {
         const int turn = TURNS ? portion.next / p.steps : 0, tile = turn * p.lots + portion.lot;
         row = tile / p.turn_m % p.tiles_m * TILE_M;
@@ -174,6 +177,7 @@ struct Layout {
 struct Pixels {
     int image, y, x;
 
+    __device__ __forceinline__ Pixels() {}
     __device__ __forceinline__ Pixels(const Problem& p, int pixel) {
         const int line = pixel / p.out_width;
         x = pixel - line * p.out_width;
@@ -190,16 +194,29 @@ struct Pixels {
     }
 };
 
-// A warp: fills stage after stage; lane i has the i-th block of each.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, Ring<STAGES>& ring) {
+// What a lane of the warp that fills copies of each stage: lane i the i-th block.
+struct Copied {
+    int channel, offset_h, offset_w;
+    Pixels pixels;  // of the first stage
+
+    __device__ __forceinline__ Copied() {}
+    __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixels(p, work.first * SPAN) {
+        const int lane = threadIdx.x % 32;
+        const Columns columns(p, work.block + lane - ROW_BLOCKS);
+        // What is read of the next group is not written.
+        channel = lane < ROW_BLOCKS ? work.group * p.rows + work.row + lane * SPAN
+                                    : work.group * p.channels + columns.channel;
+        offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
+    }
+};
+
+// A warp: fills stage after stage.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work, const Copied& copied,
+                 Ring<STAGES>& ring) {
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
-    const Columns columns(p, work.block + lane - ROW_BLOCKS);
-    // What is read of the next group is not written.
-    const int channel =
-        of_dy ? work.group * p.rows + work.row + lane * SPAN : work.group * p.channels + columns.channel;
-    const int offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
-    Pixels pixels(p, work.first * SPAN);
+    const int channel = copied.channel;
+    Pixels pixels = copied.pixels;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
@@ -212,7 +229,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
                 load_box<bool(ONCE & 2)>(to, maps.x, barrier, channel, step * SPAN);
             else
                 load_pixels<bool(ONCE & 2)>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                                            pixels.y * p.stride_h - p.padding_h, pixels.image, offset_w, offset_h);
+                                            pixels.y * p.stride_h - p.padding_h, pixels.image, copied.offset_w,
+                                            copied.offset_h);
         }
         pixels.advance(p);
         ring.advance();
@@ -346,8 +364,9 @@ DEVICE void put_sum(float* output, const Sum& sums, const Layout& at, const Prob
 
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict__ output,
-                            float* __restrict__ partials, const float* __restrict__ moments, const float* __restrict__ gamma,
-                            const float* __restrict__ beta, const __grid_constant__ Problem p) {
+                            float* __restrict__ partials, const float* __restrict__ moments,
+                            const float* __restrict__ gamma, const float* __restrict__ beta,
+                            const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
@@ -355,23 +374,29 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         barrier_init_done();
     }
-
-    await_predecessor();
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
+    const bool fills = warp == 4 * WARPGROUPS;
+    // What the first copies need is worked out before memory may be touched.
+    Portion filled;
+    Work first;
+    Copied start;
+    if (fills) filled = Portion(p), first = Work(p, filled), start = Copied(p, first);
+    __syncthreads();
+    await_predecessor();
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
         if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
-        // What the first copy needs is worked out while the barriers are made.
-        const Portion portion(p);
-        const Work first(p, portion);
-        block_sync();
         Ring<STAGES> ring;
-        if (warp == 4 * WARPGROUPS)
-            for_works(p, portion, first, [&](const Work& work) { fill(at, maps, p, work, ring); });
+        bool begun = true;
+        if (fills)
+            for_works(p, filled, first, [&](const Work& work) {
+                if (!begun) start = Copied(p, work);
+                begun = false;
+                fill(at, maps, p, work, start, ring);
+            });
     } else {
         if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         int warpgroup = warp / 4;
-        block_sync();
         const Portion portion(p);
         Ring<STAGES> ring;
         for_works(p, portion, Work(p, portion), [&](Work work) {

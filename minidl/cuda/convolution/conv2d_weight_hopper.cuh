@@ -1,9 +1,13 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
-// gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples of
-// 16, all of them but where the gradient has fewer.
+// gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples
+// of 16, all of them but where the gradient has fewer; ONCE, bit 4: the gradient leaves the L2 cache first.
 #pragma once
 #include "hopper.cuh"
+
+#ifndef ONCE
+#define ONCE 0
+#endif
 
 // Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next;
 // clusters, even of one block, it deals out over the groups (seen on an H200). Blocks in a row share pixels, and are
@@ -36,7 +40,12 @@ DEVICE void put_four(float* to, float4 four) {
         const float4 before = there;
         four.x += before.x, four.y += before.y, four.z += before.z, four.w += before.w;
     }
-    there = four;
+    if constexpr (MODE != PART && (ONCE & 4) != 0)
+        asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four.x), "f"(four.y), "f"(four.z),
+                     "f"(four.w)
+                     : "memory");
+    else
+        there = four;
 }
 
 template <Mode MODE>
@@ -59,7 +68,8 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
         const float4 before = odd ? traded : mine, after = odd ? mine : traded;
         const bool inside = 8 * j < at.left;
         if (inside && row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
-        if (inside && row + DOWN < rows) put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
+        if (inside && row + DOWN < rows)
+            put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
         asm volatile("" ::: "memory");
     } else {
         const float4* const both[] = {&left, &right};
@@ -77,8 +87,8 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
 // find(b): this thread's part of the b-th columns. output: the gradient, of which a row is `pitch` values; or of a
 // partial sum this thread's place in the patch of its first accumulators, where a line of patches is so many values:
-// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a partial
-// sum, counted in the tile. column: the first of them in a span.
+// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a
+// partial sum, counted in the tile. column: the first of them in a span.
 // space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying
 // warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, Mode MODE, int BLOCKS, int N, class Find>
@@ -101,7 +111,8 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
             Target at = {};
             if constexpr (MODE != PART) {
                 at = find(b);
-                asm volatile("" : "+r"(at.column), "+r"(at.left)::"memory");  // one by one: no registers for all addresses
+                // One by one: there are no registers for all addresses.
+                asm volatile("" : "+r"(at.column), "+r"(at.left)::"memory");
             }
 #pragma unroll
             for (int i = 0; i < BLOCKS; ++i)
@@ -124,7 +135,8 @@ DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int 
                              make_float4(sum[i][4 * j], sum[i][4 * j + 1], sum[i][4 * j + 2], sum[i][4 * j + 3]));
         cluster_sync();
         constexpr int MOST = PER > 2 ? PER : 8, TOGETHER = SHARE % MOST ? MOST / 2 : MOST;
-        static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0, "whole spans of columns, halves, or pairs of patches");
+        static_assert(SHARE % TOGETHER == 0 && TOGETHER % 2 == 0,
+                      "whole spans of columns, halves, or pairs of patches");
         const int first = cluster_rank() * SHARE;
 #pragma unroll 1
         for (int share = first; share < first + SHARE; share += TOGETHER) {

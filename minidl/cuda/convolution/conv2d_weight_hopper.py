@@ -26,6 +26,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     choose,
     normalizes,
     options,
+    overflows,
     rows_first,
     shares,
     span_of,
@@ -229,7 +230,7 @@ def plan(
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
         at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
         defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
-        defines["ONCE"] = _passing(conv, code) if at_once else 0
+        defines["ONCE"] = (_passing(conv, code) if at_once else 0) | 4 * overflows(conv)
         defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
     sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
@@ -240,8 +241,9 @@ def plan(
 
 
 def _passing(conv: Convolution, code: int) -> int:
-    """Which arrays leave the L2 cache first, the macro ONCE, where all blocks run at a time: both; but where they are
-    many times what it holds, the larger alone, so that the other is still there for those behind (16 bits, 1x1).
+    """Which operands leave the L2 cache first, bits of the macro ONCE, where all blocks run at a time: both; but where
+    they are many times what it holds, the larger alone, so that the other is still there for those behind (16 bits,
+    1x1).
     """
     dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
     return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2

@@ -1,22 +1,22 @@
 // How conv2d_weight_hopper.cu normalises x, in registers; a part of it, which knows its structures.
 //
-// Products are turned over, channels times filters: a thread has the same two channels of each block for all pixels, and
-// keeps what they need. Nothing is read besides, and two values take five instructions (conv2d_input.cuh), six where masked
-// at an image's border, in each warpgroup that has their columns: on an H200 5 to 17 % of the time where a warpgroup has
-// 256 filters, a third more where it has 128. The sums are turned back at the end. Three warpgroups share tiles of 192
-// columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256 (with a stride of two 113 us
-// beside 84 of the kernel that finds its input ready).
-// Tried before: three warps that are otherwise idle, in shared memory; 1x1 filters then took up to 70 % longer, 3x3 with a
-// stride of two 30 to 80 %. Two blocks of 128x128 on a multiprocessor have no registers for operands beside a product that
-// runs, and are slower than one of 128x256.
+// Products are turned over, channels times filters: a thread has the same two channels of each block for all pixels,
+// and keeps what they need. Nothing is read besides, and two values take five instructions (conv2d_input.cuh), six
+// where masked at an image's border, in each warpgroup that has their columns: on an H200 5 to 17 % of the time where a
+// warpgroup has 256 filters, a third more where it has 128. The sums are turned back at the end. Three warpgroups share
+// tiles of 192 columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256 (with a stride
+// of two 113 us beside 84 of the kernel that finds its input ready).
+// Tried before: three warps that are otherwise idle, in shared memory; 1x1 filters then took up to 70 % longer, 3x3
+// with a stride of two 30 to 80 %. Two blocks of 128x128 on a multiprocessor have no registers for operands beside a
+// product that runs, and are slower than one of 128x256.
 #pragma once
 #include "conv2d_input.cuh"
 
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];
 
-// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h] says
-// it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
+// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h]
+// says it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
 struct Inside {
     u32 even[2], odd[2];
 
@@ -46,13 +46,14 @@ struct Inside {
     }
 };
 
-// Products that are started together, and such groups that run while the next one's operands are made, as registers allow.
+// Products that are started together, and such groups that run while the next one's operands are made, as registers
+// allow.
 constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = 1;
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
-DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work& work, const Norm& norm, Ring<STAGES>& ring,
-                       int row, int column) {
+DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work& work, const Norm& norm,
+                       Ring<STAGES>& ring, int row, int column) {
     const u32 thread = thread_again(), lane = thread % 32, warp = thread / 32;
     Affine affine[BLOCKS][2];
     Columns columns[BLOCKS];

@@ -2,19 +2,20 @@
 //
 //   partials   (parts of all tiles, held_rows / 16, held_columns / 8) patches                     float32
 //   output     (K, R, S, C / groups) dense, set or added to                                       float32
-// Tiles i, i + lots, i + 2 * lots and so on, `shared` of them, are lot i, whose steps, tile after tile, were divided among
-// `parts` blocks; what a block has summed of a tile is a part, and those of a lot follow one another. A tile of which
-// there is one part has been written already. A patch is 16 rows x 8 columns as a warp holds the sums of a product
-// (conv2d_weight_hopper.cuh). Columns of a tile are blocks of SPAN channels, of which `span` are held; block b of tile n is
-// the n * tile_step + b * block_step-th of the gradient, where `spans` blocks make a tap. What a tile has beyond the
-// gradient's rows and columns is left out.
+// Tiles i, i + lots, i + 2 * lots and so on, `shared` of them, are lot i, whose steps, tile after tile, were divided
+// among `parts` blocks; what a block has summed of a tile is a part, and those of a lot follow one another. A tile of
+// which there is one part has been written already. A patch is 16 rows x 8 columns as a warp holds the sums of a
+// product (conv2d_weight_hopper.cuh). Columns of a tile are blocks of SPAN channels, of which `span` are held; block b
+// of tile n is the n * tile_step + b * block_step-th of the gradient, where `spans` blocks make a tap. What a tile has
+// beyond the gradient's rows and columns is left out.
 //
 // Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS
-// (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum: thread j
-// adds parts j, j + SPLIT, ... and then a tree adds theirs.
+// (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum:
+// thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
 // Block: WARPS x SPLIT warps. Grid: (cells of the tiles of all lots, tiles of a lot).
-// Tried without gain: telling the L2 cache that partials need not be written back once they are read (discard.global.L2).
-// FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
+// Tried without gain: telling the L2 cache that partials need not be written back once they are read
+// (discard.global.L2). FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the
+// gradient once.
 #define CLUSTER 1
 #define TILE_M 0
 #define HELD_M 0
@@ -54,7 +55,8 @@ DEVICE void sum_up(Sums& sums, const float* from, int count, i64 part_values, in
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
                     if (first + u * SPLIT < count)
-                        raw[u][i][j] = load_once<4>(from + (first + u * SPLIT) * part_values + i * line_values + j * PATCH);
+                        raw[u][i][j] =
+                            load_once<4>(from + (first + u * SPLIT) * part_values + i * line_values + j * PATCH);
 #pragma unroll
         for (int u = 0; u < DEEP; ++u)
 #pragma unroll
@@ -100,7 +102,8 @@ conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__
     const u32 across = p.held_columns / (16 * WARPS), line = cell / across * LINES;
     const int column = (cell - line / LINES * across) * (16 * WARPS) + threadIdx.x / 32 % WARPS * 16;  // of those held
     const int line_values = p.held_columns / 8 * PATCH;
-    const i64 part_values = i64(p.held_rows) * p.held_columns, part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
+    const i64 part_values = i64(p.held_rows) * p.held_columns;
+    const i64 part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
     Sums sums;
     sum_up(sums, partials + part * part_values + line * line_values + column / 8 * PATCH + threadIdx.x % 32 * 4, count,
            part_values, line_values);

@@ -197,6 +197,7 @@ _NORMALIZED, _HALO_NORMALIZED, _PASSED = {256: 1.05, 128: 1.35, 64: 1.6}, 0.61, 
 # Microseconds, but for memory, of picking each group's own out of what was summed up for several together.
 _PICKED = 1.3
 _KEPT = 4.3e7  # bytes that the L2 cache keeps until a block of several tiles reads them for the next one
+_HELD = 6.0e7  # bytes of it
 LEAST, SHORT = 4, 16  # steps that make a block worth while; steps that take as long as a block's start
 FAR, MOST = 1.6, 16  # of the best estimate, and of candidates, that a tuner tries
 CLUSTERS = 1, 2
@@ -289,11 +290,18 @@ def rows_first(conv: Convolution, division: Division) -> bool:
     us, the other way 95; of 64x256 71, or 73 to 82, as far as blocks drift apart). Several taps have x nearly in common
     either way. Clusters are dealt out among groups of multiprocessors: what follows each other is far apart, and it is
     the other way round (2048-512 at 7x7 in 64x256: 51 us, 57). Blocks of several tiles have those of a few rows and
-    columns.
+    columns; but of a gradient that `overflows` those that are at work write whole rows.
     """
-    if division.tiles > 1 or conv.kernel != (1, 1):
-        return division.tiles > 1
+    if division.tiles > 1:
+        return not overflows(conv)
+    if conv.kernel != (1, 1):
+        return False
     return (conv.channels > conv.out_channels) != (division.cluster > 1)
+
+
+def overflows(conv: Convolution) -> bool:
+    """Whether the gradient has more bytes than the L2 cache holds: writing it then is most of the time."""
+    return 4 * conv.out_channels * prod(conv.kernel) * conv.channels // conv.groups > _HELD
 
 
 def shares(tile: WeightTile | HaloTile, tf32: int) -> bool:

@@ -12,7 +12,8 @@
 //   Sums are taken in the order of the filter's rows and columns (going back, both reversed), from the bias on; `add`
 //   comes last.
 //   Grid x block: one thread per vector of channels, strip, run of rows and image, the first fastest.
-//   FLOP: 2 * R * S per value of the coarser image. Bytes: source and output once; of parts 8 for each run of a channel.
+//   FLOP: 2 * R * S per value of the coarser image. Bytes: source and output once; of parts 8 for each run of a
+//   channel.
 //
 // depthwise_strip_weight_kernel (WEIGHT = 1, BACKWARD = 0)
 //     dw[c,r,s] = sum_{n,p,q} dy[n,p,q,c] x[n, p*sh - ph + r, q*sw - pw + s, c]
@@ -23,9 +24,9 @@
 //   Outside of an image dy and x are zeros that are multiplied: a NaN reaches all taps of its own filter.
 //   FLOP: 2 * R * S per value of dy. Bytes: dy and x once, and 4 * chunks * |dw| twice.
 //
-// Macros: DTYPE, VEC, COLUMNS; CHANNELS, SOURCE_PITCH (x in the weight gradient) and OTHER_PITCH (add, or dy in the weight
-// gradient): known pitches make every address a constant away from that of a row, half of all instructions otherwise;
-// those of strip.cuh; STATS, of a forward pass; WEIGHT, and of the weight gradient LANES and DEEP.
+// Macros: DTYPE, VEC, COLUMNS; CHANNELS, SOURCE_PITCH (x in the weight gradient) and OTHER_PITCH (add, or dy in the
+// weight gradient): known pitches make every address a constant away from that of a row, half of all instructions
+// otherwise; those of strip.cuh; STATS, of a forward pass; WEIGHT, and of the weight gradient LANES and DEEP.
 #include "common.cuh"
 #include "strip.cuh"
 
@@ -98,8 +99,8 @@ using Sums = float[SPREAD_H][COLUMNS * SPREAD_W][VEC];
 
 // inside: of the columns of a base row's outputs, the first of which lies in column `first`. Where STATS is 1 what is
 // written is added to `sum` and `square`.
-DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 inside, int channel, const T* add, T* output,
-                       const Problem& p, float (&sum)[VEC], float (&square)[VEC]) {
+DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 inside, int channel, const T* add,
+                       T* output, const Problem& p, float (&sum)[VEC], float (&square)[VEC]) {
     const Strips& at = p.at;
 #pragma unroll
     for (int out = 0; out < SPREAD_H; ++out) {
@@ -149,7 +150,8 @@ DEVICE void add_row(Sums& sums, const float (&values)[WINDOW][VEC], const float 
 #pragma unroll
                     for (int e = 0; e < VEC; ++e)
                         sums[out][j * SPREAD_W + u][e] =
-                            fmaf(values[j * STEP_W + sight][e], weights[r * KERNEL_W + s][e], sums[out][j * SPREAD_W + u][e]);
+                            fmaf(values[j * STEP_W + sight][e], weights[r * KERNEL_W + s][e],
+                                 sums[out][j * SPREAD_W + u][e]);
             }
     }
 }
@@ -199,7 +201,8 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 #pragma unroll
                 for (int j = 0; j < COLUMNS * SPREAD_W; ++j)
 #pragma unroll
-                    for (int e = 0; e < VEC; ++e) sums[age][out][j][e] = age ? sums[age ? age - 1 : 0][out][j][e] : shift[e];
+                    for (int e = 0; e < VEC; ++e)
+                        sums[age][out][j][e] = age ? sums[age ? age - 1 : 0][out][j][e] : shift[e];
         row += STEP_H;
 #pragma unroll
         for (int in = 0; in < STEP_H; ++in) {
@@ -284,8 +287,8 @@ depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x,
                             for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
                                 for (int e = 0; e < VEC; ++e)
-                                    sums[r * KERNEL_W + s][e] =
-                                        fmaf(gradients[age][j][e], values[j * STEP_W + s][e], sums[r * KERNEL_W + s][e]);
+                                    sums[r * KERNEL_W + s][e] = fmaf(gradients[age][j][e], values[j * STEP_W + s][e],
+                                                                     sums[r * KERNEL_W + s][e]);
                     }
                 }
             }

@@ -49,7 +49,8 @@ struct Image {
             const int y = i / VECTORS, x = i % VECTORS * VEC_X;
             const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
                                 static_cast<u32>(value + x) < static_cast<u32>(values);
-            copy_vector<VEC_X>(to + (y * LENGTH + x) * int(sizeof(T)), image + i64(row + y) * values + value + x, inside);
+            copy_vector<VEC_X>(to + (y * LENGTH + x) * int(sizeof(T)), image + i64(row + y) * values + value + x,
+                               inside);
         }
     }
 };

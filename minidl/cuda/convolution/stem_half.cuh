@@ -37,8 +37,8 @@ struct Mask {
     }
 };
 
-// What a lane has of a fragment of 16 pixels for one step of the filter. `window`: its word in the first pixel's first group,
-// or with `lead` the one that ends with its first value.
+// What a lane has of a fragment of 16 pixels for one step of the filter. `window`: its word in the first pixel's first
+// group, or with `lead` the one that ends with its first value.
 DEVICE void gather(u32 (&a)[4], const unsigned char* window, const Mask& mask, int step, u32 lead) {
     const auto pair_at = [&](const unsigned char* at) {
         const u32* words = reinterpret_cast<const u32*>(at);

@@ -1,14 +1,14 @@
-// How the blocks of a launch share out its tiles: each takes the next one's number from a counter in global memory when it
-// comes to it. Tiles that are dealt out ahead have to wait for blocks that begin late: an all-reduce has multiprocessors
-// for itself, blocks whose place it holds begin when the others have ended, and their share takes the time of the kernel
-// once more (ResNet-50's outputs beside NCCL 6.30 ms, so 4.90; a block for each tile, which fills its pipeline anew, 6.08).
-// Who computes a tile changes no bit.
+// How the blocks of a launch share out its tiles: each takes the next one's number from a counter in global memory when
+// it comes to it. Tiles that are dealt out ahead have to wait for blocks that begin late: an all-reduce has
+// multiprocessors for itself, blocks whose place it holds begin when the others have ended, and their share takes the
+// time of the kernel once more (ResNet-50's outputs beside NCCL 6.30 ms, so 4.90; a block for each tile, which fills
+// its pipeline anew, 6.08). Who computes a tile changes no bit.
 //
 // counter  {taken, left}, zero before and after each launch, and of this launch alone while it runs (tickets.py); null
 //          where blocks have one tile, that of their number.
-// One thread of a block takes numbers, each when the pipeline is filled for the tile before: what is filled by then hides
-// the wait, and no block holds a second tile while another has none. It tells in shared memory where the tile lies, beside
-// the first buffer of it, whose barrier makes that known; a buffer without a tile ends the row.
+// One thread of a block takes numbers, each when the pipeline is filled for the tile before: what is filled by then
+// hides the wait, and no block holds a second tile while another has none. It tells in shared memory where the tile
+// lies, beside the first buffer of it, whose barrier makes that known; a buffer without a tile ends the row.
 // A block leaves its multiprocessor to others after `share` tiles; but each of the last `group` blocks, as many as run
 // at a time, goes on as long as there are tiles.
 #pragma once

@@ -1,11 +1,11 @@
-// Softmax cross entropy over rows of K logits, and its gradient; with -DSMOOTHED=1 also class weights, label smoothing and
-// the place of each label among the logits.
+// Softmax cross entropy over rows of K logits, and its gradient; with -DSMOOTHED=1 also class weights, label smoothing
+// and the place of each label among the logits.
 //
-//   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; weights (K,) float or null for ones; lse
-//   (rows,) float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[COLUMNS]: loss, weights of the
-//   labels that count, labels that are the first largest logit of their row, labels out of range; SMOOTHED: labels that
-//   count, labels among the first `top`, both without rows whose loss is no number; partial (blocks, COLUMNS) double: totals
-//   of each block's fixed run of rows.
+//   logits (rows, K) at `pitch` elements per row; labels (rows,) of type LABEL; weights (K,) float or null for ones;
+//   lse (rows,) float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[COLUMNS]: loss, weights
+//   of the labels that count, labels that are the first largest logit of their row, labels out of range; SMOOTHED:
+//   labels that count, labels among the first `top`, both without rows whose loss is no number; partial (blocks,
+//   COLUMNS) double: totals of each block's fixed run of rows.
 //
 //   loss of a row with label y, e = smoothing, w = weights: (1 - e) w_y (lse - x_y) + e/K sum_k w_k (lse - x_k)
 //   (Szegedy et al., "Rethinking the Inception architecture", CVPR 2016; divided by the sum of w_y, as in torch.nn)
@@ -14,8 +14,8 @@
 // softmax", 2018), so a row is read once. Rows are summed in float64: within a block by a fixed tree, then over blocks.
 //
 // -DCLASSES=K  short rows that are not 16-byte aligned (segmentation with 21 classes): short_rows.cuh; the forward pass
-//              in RESIDENT blocks of a multiprocessor. Some 240 instructions per row of 21 classes of bfloat16: with 2 M rows two
-//              thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
+//              in RESIDENT blocks of a multiprocessor. Some 240 instructions per row of 21 classes of bfloat16: with 2
+//              M rows two thirds of the time of the bytes. -DWEIGHTED=1 where there are weights.
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
 //              (ALIGNED = 0), its first and last are read and written element by element.
@@ -53,7 +53,8 @@ struct Totals {
         write_totals<BLOCK>(sums, partial);
     }
 
-    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k. No term is negative.
+    // A row, if its label `counted`, of weight `weight`; `spread`: sum of w_k (peak - x_k), `all`: of w_k. No term is
+    // negative.
     __device__ __forceinline__ void add(bool counted, float log_sum, float below, float weight, float spread, float all,
                                         float smoothing, int classes) {
         float term = log_sum + below;

@@ -1,11 +1,12 @@
 // Losses that compare every element with a target, and their gradients.
 //
-//   x, t, dx: `count` elements of T, dense; totals double[2]: sum of the terms, their number (over all ranks); partial (blocks, 2)
-//   double, the same of each block. LOSS names one of the structs below, with parameters a and b; FOCUS
+//   x, t, dx: `count` elements of T, dense; totals double[2]: sum of the terms, their number (over all ranks); partial
+//   (blocks, 2) double, the same of each block. LOSS names one of the structs below, with parameters a and b; FOCUS
 //   is b of `focal` where it is a small whole number, as in the paper, else -1.
 //
-// A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the
-// memory leaves time for some 24 instructions per element forward and 36 backward.
+// A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run
+// and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the memory leaves time for
+// some 24 instructions per element forward and 36 backward.
 #define LANES 256
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)
 #define PER 1
@@ -50,7 +51,9 @@ struct bce_with_logits {
     DEVICE float value(float x, float t, float a, float) {
         return (1.0f - t) * x + (1.0f + (a - 1.0f) * t) * (log_one_plus(x) + fmaxf(-x, 0.0f));
     }
-    DEVICE float gradient(float x, float t, float a, float) { return (1.0f - t) - (1.0f + (a - 1.0f) * t) * logistic(-x); }
+    DEVICE float gradient(float x, float t, float a, float) {
+        return (1.0f - t) - (1.0f + (a - 1.0f) * t) * logistic(-x);
+    }
 };
 
 struct mse {
@@ -58,8 +61,8 @@ struct mse {
     DEVICE float gradient(float x, float t, float, float) { return 2.0f * (x - t); }
 };
 
-// Lin et al., "Focal loss for dense object detection" (ICCV 2017), on logits; a: weight of the positive terms, 1 - a of the
-// others; b: the focusing exponent, 0 or at least 1.
+// Lin et al., "Focal loss for dense object detection" (ICCV 2017), on logits; a: weight of the positive terms, 1 - a of
+// the others; b: the focusing exponent, 0 or at least 1.
 struct focal {
     DEVICE float weight(float t, float a) { return fmaf(t, 2.0f * a - 1.0f, 1.0f - a); }
     DEVICE float entropy(float x, float t) { return fmaf(-t, x, fmaxf(x, 0.0f)) + log_one_plus(x); }

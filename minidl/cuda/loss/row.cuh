@@ -1,8 +1,8 @@
 // Kernels in which LANES neighbouring threads (a power of two, up to the block of 256) share a row of channels.
 //
-// A thread takes runs of RUN = 16 / sizeof(T) elements, loaded VEC at a time, so that which thread adds what depends on the
-// sizes alone and not on an array's alignment. A row is read once per step of the formula: between the steps it stays in the
-// cache of its multiprocessor.
+// A thread takes runs of RUN = 16 / sizeof(T) elements, loaded VEC at a time, so that which thread adds what depends on
+// the sizes alone and not on an array's alignment. A row is read once per step of the formula: between the steps it
+// stays in the cache of its multiprocessor.
 #pragma once
 
 #define BLOCK 256
@@ -46,7 +46,8 @@ DEVICE void store_run(T* __restrict__ row, int first, int channels, const float 
 
 DEVICE float larger(float a, float b) { return clamp_below(a, b); }
 
-// The sum (or the largest, NaN winning) over the threads of a row, in each of them. Every thread of the block takes part.
+// The sum (or the largest, NaN winning) over the threads of a row, in each of them. Every thread of the block takes
+// part.
 template <bool LARGEST = false>
 DEVICE float over_row(float x) {
 #pragma unroll
@@ -83,7 +84,8 @@ struct RowShare {
 
 #ifdef PER
 // Kernels whose threads hold their part of PER rows at once: HELD runs of each row in registers, all loads in flight
-// before the first is used. With HELD = 0 the rows are longer, PER is 1, and each step of the formula reads the row again.
+// before the first is used. With HELD = 0 the rows are longer, PER is 1, and each step of the formula reads the row
+// again.
 static_assert(HELD > 0 || PER == 1, "rows that are read again are taken one at a time");
 
 struct HeldRows {

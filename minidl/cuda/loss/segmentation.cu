@@ -1,15 +1,18 @@
 // What segmentation counts: the sums of a Dice loss, its gradient, and the confusion matrix.
 //
-//   p (rows, K) of T at a pitch: probabilities, or logits for the confusion matrix; labels (rows,) of LABEL; sums double[3K + 1]:
-//   for each class the probability on its pixels, the probability on all valid pixels, its pixels; then the labels out of
-//   range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction], then the labels out of range.
+//   p (rows, K) of T at a pitch: probabilities, or logits for the confusion matrix; labels (rows,) of LABEL; sums
+//   double[3K + 1]: for each class the probability on its pixels, the probability on all valid pixels, its pixels; then
+//   the labels out of range. partial (chunks, 3K + 1) double. found (blocks or 1, K*K + 1) u32: [label, prediction],
+//   then the labels out of range.
 //
-// dice_sums       -DCLASSES=K: short_rows.cuh, also where rows are aligned: a thread that has a whole row needs a third of the
-//                 instructions of four that share it; else a block of LANES * VEC classes by 256/LANES rows, grid (tiles of classes,
-//                 chunks of rows, which follow from the sizes).
-// dice_backward   -DCLASSES=K: short_rows.cuh, else row.cuh. With D = sums[1] + sums[2] + smooth and p the softmax of the logits:
+// dice_sums       -DCLASSES=K: short_rows.cuh, also where rows are aligned: a thread that has a whole row needs a third
+//                 of the instructions of four that share it; else a block of LANES * VEC classes by 256/LANES rows,
+//                 grid (tiles of classes, chunks of rows, which follow from the sizes).
+// dice_backward   -DCLASSES=K: short_rows.cuh, else row.cuh. With D = sums[1] + sums[2] + smooth and p the softmax of
+//                 the logits:
 //                 dL/dp_k = (-2 [k = label] + (2 sums[0] + smooth) / D) / (K D);  dlogits = p (dL/dp - sum of dL/dp p)
-// confusion       likewise; whole numbers are added atomically, whose order changes nothing, in shared memory where they fit.
+// confusion       likewise; whole numbers are added atomically, whose order changes nothing, in shared memory where
+//                 they fit.
 // Bytes: sums sizeof(T) per element, backward 2 sizeof(T), confusion sizeof(T).
 #include "common.cuh"
 #include "loss.cuh"
@@ -37,8 +40,8 @@ count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows
 
 #if defined(SUMS)
 
-// A thread's sums by label lie in shared memory, where no other thread's are, and the block's counts of pixels behind them;
-// then the tiles.
+// A thread's sums by label lie in shared memory, where no other thread's are, and the block's counts of pixels behind
+// them; then the tiles.
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __restrict__ partial, i64 rows, int passes,
           i64 ignore_index) {
@@ -77,7 +80,8 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
             for (int k = 0; k < CLASSES; ++k) mass[k] += run.at(r, k);
     });
 
-    // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in order.
+    // A warp adds what its own threads found, a lane for each class; all lanes read other banks. Then the warps in
+    // order.
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     double* totals = reinterpret_cast<double*>(of_warp(memory + IN_FRONT));  // hits, masses, outside
     const auto sum_columns = [&](int columns, int place) {
@@ -104,8 +108,10 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
         const bool counted = k / CLASSES == 2;
         double sum = counted ? double(pixels[k - 2 * CLASSES]) : 0.0;
 #pragma unroll
-        for (int w = 0; w < BLOCK / 32; ++w)
-            if (!counted) sum += reinterpret_cast<const double*>(of_warp(memory + IN_FRONT, w))[k < 2 * CLASSES ? k : 2 * CLASSES];
+        for (int w = 0; w < BLOCK / 32; ++w) {
+            const double* const of = reinterpret_cast<const double*>(of_warp(memory + IN_FRONT, w));
+            if (!counted) sum += of[k < 2 * CLASSES ? k : 2 * CLASSES];
+        }
         partial[i64(blockIdx.x) * (3 * CLASSES + 1) + k] = sum;
     }
 }
@@ -253,11 +259,11 @@ dice_sums(const T* __restrict__ p, const LABEL* __restrict__ labels, double* __r
 #else
 #include "row.cuh"
 
-// work(row, first, part, label) for this thread's part of each row of the block's `passes` groups, which begins at element
-// `first`; all threads of a row take part, also of those behind the last.
+// work(row, first, part, label) for this thread's part of each row of the block's `passes` groups, which begins at
+// element `first`; all threads of a row take part, also of those behind the last.
 template <class F>
-DEVICE void for_labelled_parts(const T* __restrict__ p, const LABEL* __restrict__ labels, i64 rows, int channels, i64 pitch,
-                               int passes, i64 ignore_index, F work) {
+DEVICE void for_labelled_parts(const T* __restrict__ p, const LABEL* __restrict__ labels, i64 rows, int channels,
+                               i64 pitch, int passes, i64 ignore_index, F work) {
     const HeldRows at;
     for (int pass = 0; pass < passes; ++pass) {
         const i64 begin = (i64(blockIdx.x) * (passes - 1) + pass) * (PER * ROWS);  // before this block's own rows

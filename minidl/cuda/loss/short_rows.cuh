@@ -1,9 +1,9 @@
 // Short dense rows of CLASSES elements (segmentation with 21 classes), RUNS times one or two for a thread.
 //
-// The rows of a warp are one run of memory, a tile: it is copied through shared memory in 16-byte vectors, with its labels,
-// then each thread takes its rows. With STAGES = 2 the next tile is copied during the work on this one. Warps do not wait
-// for each other. What keeps the memory busy is bytes under way: of rows of three classes a thread takes eight, and no
-// thread waits for a label that it has only just asked for.
+// The rows of a warp are one run of memory, a tile: it is copied through shared memory in 16-byte vectors, with its
+// labels, then each thread takes its rows. With STAGES = 2 the next tile is copied during the work on this one. Warps
+// do not wait for each other. What keeps the memory busy is bytes under way: of rows of three classes a thread takes
+// eight, and no thread waits for a label that it has only just asked for.
 #pragma once
 #include "lanes.cuh"
 #include "mma.cuh"
@@ -27,8 +27,8 @@ DEVICE int place_of(int vector) { return vector ^ (vector / APART & (SWAPPED - 1
 // Where element i of a tile lies; those of a vector, and of READ, stay together.
 DEVICE int element(int i) { return SWAPPED == 1 ? i : place_of(i / WIDTH) * WIDTH + i % WIDTH; }
 
-// Starts the copy of `count` of the MOST elements from one 16-byte aligned place to another, by the whole warp: a part of
-// the group that is committed and awaited next. `place` is where a vector goes.
+// Starts the copy of `count` of the MOST elements from one 16-byte aligned place to another, by the whole warp: a part
+// of the group that is committed and awaited next. `place` is where a vector goes.
 template <int MOST, class S, class Place>
 DEVICE void start_copy(S* to, const S* __restrict__ from, int count, Place place) {
     constexpr int WIDE = 16 / int(sizeof(S)), ALL = MOST / WIDE;
@@ -67,9 +67,10 @@ DEVICE u8* of_warp(uint4* memory, int warp = threadIdx.x / 32) {
     return reinterpret_cast<u8*>(memory) + warp * (STAGES * STAGE_BYTES);
 }
 
-// work(row, count, tile, at, label) for the runs of this thread in each of the block's `passes` groups of rows: the first of
-// RUN rows, how many of them there are, the warp's tile, where in it they begin, and their labels. Behind the last row those
-// are `ignore_index`, and the row is whatever was there. Labels lie on a 16-byte boundary. `memory`: STAGES tiles a warp.
+// work(row, count, tile, at, label) for the runs of this thread in each of the block's `passes` groups of rows: the
+// first of RUN rows, how many of them there are, the warp's tile, where in it they begin, and their labels. Behind the
+// last row those are `ignore_index`, and the row is whatever was there. Labels lie on a 16-byte boundary. `memory`:
+// STAGES tiles a warp.
 template <class F>
 DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const LABEL* __restrict__ labels, i64 rows,
                               int passes, i64 ignore_index, F work) {

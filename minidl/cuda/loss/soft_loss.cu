@@ -1,14 +1,15 @@
 // Softmax cross entropy with a probability for every class, and its gradient.
 //
-//   logits (rows, K) of T at a pitch; targets (rows, K) float, dense; weights (K,) float or null for ones; lse (rows,) float:
-//   log of the sum of exponentials; dlogits (rows, K) dense; totals double[4]: loss, rows, rows whose first largest logit
-//   stands where the first largest target does, 0; partial (blocks, 4) double: totals of each block's fixed run of rows.
+//   logits (rows, K) of T at a pitch; targets (rows, K) float, dense; weights (K,) float or null for ones; lse (rows,)
+//   float: log of the sum of exponentials; dlogits (rows, K) dense; totals double[4]: loss, rows, rows whose first
+//   largest logit stands where the first largest target does, 0; partial (blocks, 4) double: totals of each block's
+//   fixed run of rows.
 //
 //   With u_k = w_k ((1 - e) t_k + e/K), e = smoothing: loss of a row sum_k u_k (lse - x_k), its gradient
 //   sum(u) exp(x_k - lse) - u_k, divided by the rows, as in torch.nn.CrossEntropyLoss.
 //
-// Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block, STEPS runs of a row loaded
-// before the first is used. Per logit, with
+// Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block, STEPS runs of a row
+// loaded before the first is used. Per logit, with
 // s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward
 // 2 s + 4 bytes, 8 FLOP; floor on an H200 at 4.2 TB/s in bf16 per million logits: 1.4 and 1.9 us.
 #include "common.cuh"
@@ -96,13 +97,15 @@ soft_cross_entropy(const T* __restrict__ logits, const float* __restrict__ targe
         const float total = over_row(mine.total), mass = over_row(mine.mass), below = over_row(mine.below);
         // Places as floats, negated: the largest is the first.
         const float where = over_row<true>(own == highest && mine.where >= 0 ? -float(mine.where) : least);
-        const float top_where = over_row<true>(mine.top == most && mine.top_where >= 0 ? -float(mine.top_where) : least);
+        const float top_where =
+            over_row<true>(mine.top == most && mine.top_where >= 0 ? -float(mine.top_where) : least);
         if (!inside || first > 0) continue;
         const float log_sum = logf(total);
         lse[row] = highest + log_sum;
         loss += double(mass) * log_sum + below;
         ++counted;
-        right += where > least && place_of(x, int(-where), channels, highest) == place_of(t, int(-top_where), channels, most);
+        right += where > least &&
+                 place_of(x, int(-where), channels, highest) == place_of(t, int(-top_where), channels, most);
     }
     const double totals[COLUMNS] = {loss, double(counted), double(right), 0.0};
     write_totals<BLOCK>(totals, partial);

@@ -26,16 +26,18 @@ DEVICE void load_affine(const float* moments, const float* gamma, const float* b
     for (int i = 0; i < N; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
 }
 
-// The gradient of a batch norm's input from g, that of its output, of VEC channels: gamma*rstd*(g - level - (x - mean)*slope)
-// with level = sums[0]/count and slope = rstd*sums[1]/count; where the moments are constants, not OF_BATCH, gamma*rstd*g. Of
-// 16-bit types g*scale + (x*bend + offset): two instructions of four, that err as their forward pass does (normalize.cuh).
+// The gradient of a batch norm's input from g, that of its output, of VEC channels: gamma*rstd*(g - level - (x -
+// mean)*slope) with level = sums[0]/count and slope = rstd*sums[1]/count; where the moments are constants, not
+// OF_BATCH, gamma*rstd*g. Of 16-bit types g*scale + (x*bend + offset): two instructions of four, that err as their
+// forward pass does (normalize.cuh).
 template <bool OF_BATCH>
 struct InputGradient {
     float scale[VEC], bend[OF_BATCH ? VEC : 1], offset[OF_BATCH ? VEC : 1], mean[OF_BATCH && !FOLDED ? VEC : 1];
 
     __device__ __forceinline__ InputGradient() {}
-    __device__ __forceinline__ InputGradient(const float (&means)[VEC], const float (&scales)[VEC], const float* moments,
-                                             const double* sums, const double* count, int channels, int channel) {
+    __device__ __forceinline__ InputGradient(const float (&means)[VEC], const float (&scales)[VEC],
+                                             const float* moments, const double* sums, const double* count,
+                                             int channels, int channel) {
         if constexpr (OF_BATCH) {
             load(moments + channels + channel, bend);  // rstd
             const float inverse = inverse_of(*count);

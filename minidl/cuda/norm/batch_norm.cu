@@ -5,27 +5,29 @@
 // sums (2, C) double: sum dy, sum dy*xhat with xhat = (x - mean)*rstd; count (1,) double; signs (rows, S) bytes, see
 // signs.cuh.
 //
-// Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one partial
-// result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double, and goes on
-// to the moments where no other rank has a part in them. So the same bits come out on every device and for every pitch.
-// Variances are never a difference of raw moments: each thread subtracts a pivot, the first value of its own, so a mean far
-// from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and LeVeque (1983).
+// Statistics take two kernels. The first cuts the rows into chunks, a function of the shape alone, and leaves one
+// partial result per chunk and channel; the second (batch_norm_merge.cu) merges the chunks in a fixed order in double,
+// and goes on to the moments where no other rank has a part in them. So the same bits come out on every device and for
+// every pitch. Variances are never a difference of raw moments: each thread subtracts a pivot, the first value of its
+// own, so a mean far from zero costs nothing, and partial (count, mean, M2) are merged as by Chan, Golub and LeVeque
+// (1983).
 //
-// Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of column
-// tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor (two with two batch
-// norms, or under activations that are no ReLU), and there are whole rounds of that on 132 of them: a few blocks more would
-// run alone, as long as all others.
-// Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of rows
-// where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without gain in whole steps
-// on an H200: rows from the last to the first, so that a pass begins where the convolution before it ended (its bytes are
-// no longer in the cache), and loads marked as read for the last time (1 % slower on DenseNet-121).
+// Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of
+// column tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor (two
+// with two batch norms, or under activations that are no ReLU), and there are whole rounds of that on 132 of them: a
+// few blocks more would run alone, as long as all others.
+// Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of
+// rows where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without
+// gain in whole steps on an H200: rows from the last to the first, so that a pass begins where the convolution before
+// it ended (its bytes are no longer in the cache), and loads marked as read for the last time (1 % slower on
+// DenseNet-121).
 //
 // Cost, s = sizeof(T), per element (floor: bf16, 256x56x56x64, 51.4 M elements, at 4.2 TB/s):
 //   stats            s bytes   4 FLOP    24.5 us        backward_stats   2s bytes   4 FLOP    48.9 us
 //   apply           2s bytes   3 FLOP    48.9 us        backward_apply   3s bytes   5 FLOP    73.4 us
-//   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP and
-//   those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s bytes; from
-//   signs 3s + 1/8; backward_apply with the sums of a second batch norm: 4s, where two kernels take 5s
+//   apply with an activation, and stats and apply behind one whose slope is recomputed from x: the same bytes, 3 FLOP
+//   and those of the activation more; with a ReLU's mask read from y and the masked gradient left: backward_stats 4s
+//   bytes; from signs 3s + 1/8; backward_apply with the sums of a second batch norm: 4s, where two kernels take 5s
 //   (an added tensor: s bytes more). Partial results are below 5 % of the bytes.
 
 #include "activation.cuh"
@@ -132,14 +134,15 @@ batch_norm_stats_kernel(const T* __restrict__ x, double* __restrict__ mean, floa
 // ---------------------------------------------------------------------------------------------------- forward: apply
 #if defined(APPLY)
 
-// y = FUNCTION of (x - mean)*rstd*gamma + beta (+ add); a: of FUNCTION, which is `bounded` (0 for ReLU, -infinity without)
-// where none is named. ADD: 0; 1; 2: `add` is batch-normalised as well, with the moments and parameters that follow it.
-// SIGNS: those of y are written too.
+// y = FUNCTION of (x - mean)*rstd*gamma + beta (+ add); a: of FUNCTION, which is `bounded` (0 for ReLU, -infinity
+// without) where none is named. ADD: 0; 1; 2: `add` is batch-normalised as well, with the moments and parameters that
+// follow it. SIGNS: those of y are written too.
 extern "C" __global__ void __launch_bounds__(256, ADD || NAMED ? 3 : 4)
 batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
-                        const float* __restrict__ beta, const T* __restrict__ add, const float* __restrict__ add_moments,
-                        const float* __restrict__ add_gamma, const float* __restrict__ add_beta, T* __restrict__ y,
-                        u8* __restrict__ signs, float a, int channels, Walk walk) {
+                        const float* __restrict__ beta, const T* __restrict__ add,
+                        const float* __restrict__ add_moments, const float* __restrict__ add_gamma,
+                        const float* __restrict__ add_beta, T* __restrict__ y, u8* __restrict__ signs, float a,
+                        int channels, Walk walk) {
     await_predecessor();
     const Share at(walk, UNROLL);
     if (at.row >= at.rows) return;
@@ -183,9 +186,9 @@ batch_norm_apply_kernel(const T* __restrict__ x, const float* __restrict__ momen
 // ----------------------------------------------------------------------------------------------- backward: statistics
 #if defined(BACKWARD_STATS)
 
-// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind FUNCTION,
-// whose slope is recomputed from x; 2: behind a ReLU, whose mask is read from y, and the masked dy is left in `masked`, a
-// dense array; 3: as 2, from the signs of y.
+// partial (chunks, 2, C) float: per chunk, sum dy and sum dy*(x - mean). MASK: 0; 1: dy is the gradient behind
+// FUNCTION, whose slope is recomputed from x; 2: behind a ReLU, whose mask is read from y, and the masked dy is left in
+// `masked`, a dense array; 3: as 2, from the signs of y.
 #if MASK == 3
 typedef u8 Output;
 #else
@@ -193,10 +196,10 @@ typedef T Output;
 #endif
 
 extern "C" __global__ void __launch_bounds__(256, NAMED ? 2 : 3)
-batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
-                                 const float* __restrict__ gamma, const float* __restrict__ beta,
-                                 const Output* __restrict__ y, T* __restrict__ masked, float* __restrict__ partial, float a,
-                                 Chunks cut) {
+batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x,
+                                 const float* __restrict__ moments, const float* __restrict__ gamma,
+                                 const float* __restrict__ beta, const Output* __restrict__ y,
+                                 T* __restrict__ masked, float* __restrict__ partial, float a, Chunks cut) {
     await_predecessor();
     const Share at = chunk_share(cut, UNROLL);
     float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
@@ -288,17 +291,17 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
 
 #endif
 
-// ------------------------------------------------------- backward: apply, and the statistics of another over the same dy
+// ----------------------------------------------- backward: apply, and the statistics of another over the same dy
 #if defined(BACKWARD_APPLY_STATS)
 
-// dx as of batch_norm_backward_apply_kernel, dense; and for a batch norm of `other`, the other summand of a sum whose gradient
-// dy is, what batch_norm_backward_stats_kernel leaves of chunks. Pitches: of x, dy, other.
+// dx as of batch_norm_backward_apply_kernel, dense; and for a batch norm of `other`, the other summand of a sum whose
+// gradient dy is, what batch_norm_backward_stats_kernel leaves of chunks. Pitches: of x, dy, other.
 extern "C" __global__ void __launch_bounds__(256, 2)
-batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x, const float* __restrict__ moments,
-                                       const float* __restrict__ gamma, const double* __restrict__ sums,
-                                       const double* __restrict__ count, const T* __restrict__ other,
-                                       const float* __restrict__ other_moments, T* __restrict__ dx,
-                                       float* __restrict__ partial, Chunks cut) {
+batch_norm_backward_apply_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x,
+                                       const float* __restrict__ moments, const float* __restrict__ gamma,
+                                       const double* __restrict__ sums, const double* __restrict__ count,
+                                       const T* __restrict__ other, const float* __restrict__ other_moments,
+                                       T* __restrict__ dx, float* __restrict__ partial, Chunks cut) {
     await_predecessor();
     const Share at = chunk_share(cut, UNROLL);
     float other_mean[VEC] = {};

@@ -18,8 +18,8 @@ typedef float First;  // sums and sums of squares
 typedef double First;  // means
 #endif
 
-// Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known` channels
-// that stand before those of the parts they are in `before`, statistics of as many channels.
+// Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known`
+// channels that stand before those of the parts they are in `before`, statistics of as many channels.
 struct Merged {
     double mean, m2;
 
@@ -51,7 +51,7 @@ struct Merged {
             double mean;
             float squares;
         };
-        const double origin = there && chunks ? first[channel] : 0.0;  // deviations are taken from the first chunk's mean
+        const double origin = there && chunks ? first[channel] : 0.0;  // deviations are from the first chunk's mean
         mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
         const int rows = int(count.rows);
         double total[3];  // sums of count * d, count * d^2, M2
@@ -85,9 +85,9 @@ struct Merged {
 
 // stats (1 + 2C,) double.
 extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
-batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares, const double* __restrict__ before,
-                        double* __restrict__ stats, double inverse, int known, int rows, int chunk_rows, int chunks,
-                        int channels) {
+batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares,
+                        const double* __restrict__ before, double* __restrict__ stats, double inverse, int known,
+                        int rows, int chunk_rows, int chunks, int channels) {
     await_predecessor();
     const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
     if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
@@ -112,12 +112,12 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
     if (stats) found.leave(stats, rows, channel, channels);
 }
 
-// sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter gradients
-// where their pointers are not null.
+// sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter
+// gradients where their pointers are not null.
 extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
-batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments, double* __restrict__ sums,
-                                 float* __restrict__ dgamma, float* __restrict__ dbeta, int accumulate, int chunks,
-                                 int channels) {
+batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments,
+                                 double* __restrict__ sums, float* __restrict__ dgamma, float* __restrict__ dbeta,
+                                 int accumulate, int chunks, int channels) {
     await_predecessor();
     const int from_channel = read_channel(), channel = total_channel();
     const bool mine = has_total(channels);

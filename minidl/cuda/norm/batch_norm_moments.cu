@@ -1,5 +1,5 @@
-// What is of size C in a batch norm: statistics of ranks merged into moments, those of arrays side by side put together,
-// moments of the running statistics. Layout as in batch_norm.cu; a thread for each channel, or element.
+// What is of size C in a batch norm: statistics of ranks merged into moments, those of arrays side by side put
+// together, moments of the running statistics. Layout as in batch_norm.cu; a thread for each channel, or element.
 #include "batch_norm_moments.cuh"
 
 // Merges the R rows of stats in order, writes moments, count and, in place, running statistics.

@@ -2,7 +2,8 @@
 #pragma once
 #include "common.cuh"
 
-// A number of rows and what sums over them are multiplied by, ready before the sums are: 1/rows, or 0; 1/(rows - 1), or 1.
+// A number of rows and what sums over them are multiplied by, ready before the sums are: 1/rows, or 0; 1/(rows - 1), or
+// 1.
 struct Count {
     double rows, inverse, unbiased;
 };
@@ -16,8 +17,8 @@ DEVICE double inverse_root(double x) {
     return root;
 }
 
-// Running statistics of a channel: (C,) each or null, updated in place, the variance with the unbiased one. They are read
-// when this is made.
+// Running statistics of a channel: (C,) each or null, updated in place, the variance with the unbiased one. They are
+// read when this is made.
 struct Running {
     float *mean, *variance;
     double momentum, old_mean, old_variance;
@@ -29,8 +30,8 @@ struct Running {
         old_variance = variance && channel >= 0 ? variance[channel] : 0.0f;
     }
 
-    __device__ __forceinline__ void finalize(const Count& count, double batch_mean, double m2, float* __restrict__ moments,
-                                             double eps, int channel, int channels) const {
+    __device__ __forceinline__ void finalize(const Count& count, double batch_mean, double m2,
+                                             float* __restrict__ moments, double eps, int channel, int channels) const {
         moments[channel] = float(batch_mean);
         moments[channels + channel] = float(inverse_root(m2 * count.inverse + eps));
         if (count.rows == 0.0) return;

@@ -6,7 +6,8 @@
 struct Normalizer {
     float mean[VEC], scale[VEC], shift[VEC];
 
-    __device__ __forceinline__ Normalizer(const float* moments, const float* gamma, const float* beta, int channels, int c) {
+    __device__ __forceinline__ Normalizer(const float* moments, const float* gamma, const float* beta, int channels,
+                                          int c) {
         load_affine(moments, gamma, beta, channels, c, mean, scale, shift);
     }
 

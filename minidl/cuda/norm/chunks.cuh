@@ -42,7 +42,8 @@ struct Stretch {
 };
 
 // What this thread has summed, added up over the lanes and left as its chunk's: partial (chunks, 2, C).
-DEVICE void leave_sums(const float (&sum)[VEC], const float (&product)[VEC], float* __restrict__ partial, const Chunks& cut) {
+DEVICE void leave_sums(const float (&sum)[VEC], const float (&product)[VEC], float* __restrict__ partial,
+                       const Chunks& cut) {
     const int width = blockDim.x * VEC, slot = threadIdx.y * width + threadIdx.x * VEC;
     float* lane_sum = lanes;  // [lane][channel of the tile]
     float* lane_product = lane_sum + blockDim.y * width;

@@ -1,38 +1,41 @@
 // Squeeze and excitation over a batch norm under an activation, of which only the batch norm's input x is kept: with
-// y = FUNCTION((x - mean)*rstd*gamma + beta) the means of y over the pixels of each sample, and z = y * gate, a gate for
-// each sample and channel; backward what gate, parameters and x get of dz.
+// y = FUNCTION((x - mean)*rstd*gamma + beta) the means of y over the pixels of each sample, and z = y * gate, a gate
+// for each sample and channel; backward what gate, parameters and x get of dz.
 //
 // x, dz, z, dx: (samples, pixels, C) of T at a pitch per pixel; gate, dmean, means, dgate (samples, C) of T; moments
 // (2, C), gamma, beta (C,) float, the last two or null; sums (2, C) double and count (1,) as of batch_norm.cu.
 //
 // The gradient of y is dy = dz*gate + dmean/pixels, where dmean, that of the means, is only known once dgate has been
-// through the layers that made the gate of the means. Both are constants of a sample and channel, so sums over its pixels
-// that are taken before they are known are enough: with s the slope of FUNCTION, and of the batch norm's two sums
-//   sum dy*s         = gate * sum dz*s         + dmean/pixels * sum s
+// through the layers that made the gate of the means. Both are constants of a sample and channel, so sums over its
+// pixels that are taken before they are known are enough: with s the slope of FUNCTION, and of the batch norm's two
+//   sums sum dy*s         = gate * sum dz*s         + dmean/pixels * sum s
 //   sum dy*s*(x - m) = gate * sum dz*s*(x - m) + dmean/pixels * sum s*(x - m)
 // and one pass over dz and x leaves these four beside sum dz*y, the gradient of the gate.
 //
-// gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: LANES x 256/LANES threads; a
-//   thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk. Grid: tiles of LANES*VEC channels,
-//   then chunks, then samples. partials (SUMS, chunks, samples, C) float; chunks and LANES depend on the sizes alone.
-//   WHOLE: a sample is one chunk; then the results are written at once.
+// gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: LANES x 256/LANES
+//   threads; a thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk. Grid: tiles of LANES*VEC
+//   channels, then chunks, then samples. partials (SUMS, chunks, samples, C) float; chunks and LANES depend on the
+//   sizes alone. WHOLE: a sample is one chunk; then the results are written at once.
 // gated_norm_merge   Chunks in their order, a thread for each sample and channel: the means; or dgate, and
 //   parts (samples, 4, C) float.
 // gated_norm_parts   parts (samples, 2, C) float of the batch norm's two sums, as batch_norm_backward_merge takes them.
 // gated_norm_apply, gated_norm_backward_apply   SampleShare.
 //
 // Cost, s = sizeof(T), per element: sums s bytes, 2s where there are five; apply 2s; backward_apply 3s. In place of the
-// 2s + s + 2s forward and 2s + 2s + 2s + 3s backward of activation, means, product, gate gradient, its sum with that of the
-// means, and a batch norm behind an activation. Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48, 0.95,
-// 0.95, 1.43 us.
+// 2s + s + 2s forward and 2s + 2s + 2s + 3s backward of activation, means, product, gate gradient, its sum with that of
+// the means, and a batch norm behind an activation. Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48,
+// 0.95, 0.95, 1.43 us.
 #include "activation.cuh"
 #include "affine.cuh"
 
-constexpr int FEW = sizeof(T) == 4 ? 2 : 3;  // blocks on a multiprocessor: vectors of float32 as long would spill in three
+constexpr int FEW = sizeof(T) == 4 ? 2 : 3;  // blocks on a multiprocessor: float32's vectors would spill in three
 
-DEVICE float slope(float dy, float z, float y, float a) { return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a); }
+DEVICE float slope(float dy, float z, float y, float a) {
+    return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a);
+}
 
-// FUNCTION at z, and its slope there. Special functions, four for each value of a SiLU, would take longer than memory does.
+// FUNCTION at z, and its slope there. Special functions, four for each value of a SiLU, would take longer than memory
+// does.
 template <class F>
 DEVICE void both(float z, float a, float& y, float& s) {
     y = F::value(z, a);
@@ -114,7 +117,8 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
 #pragma unroll
-            for (int offset = LANES; offset < 32; offset *= 2) sum[k][e] += __shfl_xor_sync(0xffffffffu, sum[k][e], offset);
+            for (int offset = LANES; offset < 32; offset *= 2)
+                sum[k][e] += __shfl_xor_sync(0xffffffffu, sum[k][e], offset);
             if (threadIdx.x % 32 < LANES) scratch[threadIdx.x / 32][k][slot + e] = sum[k][e];
         }
     __syncthreads();
@@ -137,8 +141,8 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
 #elif defined(MERGED)
 
 extern "C" __global__ void __launch_bounds__(256)
-gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float* __restrict__ parts, int all, int channels,
-                 int chunks, float factor) {
+gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float* __restrict__ parts, int all,
+                 int channels, int chunks, float factor) {
     await_predecessor();
     const int i = blockIdx.x * 256 + threadIdx.x;
     if (i >= all) return;
@@ -200,13 +204,14 @@ gated_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, con
 
 #else
 
-// dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count) with g = dy times the slope; without sums (BATCH 0):
-// gamma*rstd*g.
+// dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count) with g = dy times the slope; without sums (BATCH
+// 0): gamma*rstd*g.
 extern "C" __global__ void __launch_bounds__(256, FEW)
 gated_norm_backward_apply(const T* __restrict__ dz, const T* __restrict__ x, const float* __restrict__ moments,
-                          const float* __restrict__ gamma, const float* __restrict__ beta, const T* __restrict__ gate,
-                          const T* __restrict__ dmean, const double* __restrict__ sums, const double* __restrict__ count,
-                          T* __restrict__ dx, float a, float share, int samples, int channels, Walk walk) {
+                          const float* __restrict__ gamma, const float* __restrict__ beta,
+                          const T* __restrict__ gate, const T* __restrict__ dmean, const double* __restrict__ sums,
+                          const double* __restrict__ count, T* __restrict__ dx, float a, float share, int samples,
+                          int channels, Walk walk) {
     await_predecessor();
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
@@ -214,7 +219,8 @@ gated_norm_backward_apply(const T* __restrict__ dz, const T* __restrict__ x, con
     if (BATCH) {
         load(moments + channels + at.channel, scale);
         const float inverse = float(1.0 / *count);
-        const Raw<double, VEC> one = load_raw<VEC>(sums + at.channel), two = load_raw<VEC>(sums + channels + at.channel);
+        const Raw<double, VEC> one = load_raw<VEC>(sums + at.channel),
+                               two = load_raw<VEC>(sums + channels + at.channel);
 #pragma unroll
         for (int e = 0; e < VEC; ++e) {
             level[e] = float(one.items[e]) * inverse;

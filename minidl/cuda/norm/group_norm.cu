@@ -18,8 +18,9 @@
 // group_norm_apply, group_norm_backward_apply   SampleShare: blocks keep to a sample, threads to their channels, so
 //   that what a group says is read once for many pixels.
 //
-// Cost, s = sizeof(T), per element: sample_sums s bytes for KIND 0, else 2s, 4 FLOP; apply 2s bytes 3 FLOP; backward_apply
-// 3s bytes 5 FLOP (+ s with add). Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48, 0.95, 0.95, 1.43 us.
+// Cost, s = sizeof(T), per element: sample_sums s bytes for KIND 0, else 2s, 4 FLOP; apply 2s bytes 3 FLOP;
+// backward_apply 3s bytes 5 FLOP (+ s with add). Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48, 0.95,
+// 0.95, 1.43 us.
 #include "common.cuh"
 
 #if defined(KIND)

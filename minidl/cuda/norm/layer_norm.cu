@@ -1,8 +1,8 @@
 // Layer normalisation over rows of channels (Ba, Kiros and Hinton 2016). The parameter gradients: sample_sums in
 // group_norm.cu.
 //
-// x, dy, add: (rows, channels) of T at a pitch; y, dx: dense; moments (2, rows) float: mean, 1/sqrt(biased variance + eps);
-// gamma, beta (channels,) float or null.
+// x, dy, add: (rows, channels) of T at a pitch; y, dx: dense; moments (2, rows) float: mean, 1/sqrt(biased variance +
+// eps); gamma, beta (channels,) float or null.
 //   FORWARD:  y = (x - mean) * rstd * gamma + beta. The variance is the mean of squared deviations from the mean.
 //   else:     dx = rstd * (g - mean of g - xhat * mean of g*xhat) + add, with g = dy * gamma
 //

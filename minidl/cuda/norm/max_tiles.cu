@@ -1,26 +1,28 @@
 // A batch norm under a ReLU whose output is read whole and pooled as well, by windows that lie side by side: the skip
 // connections of a U-Net (Ronneberger et al. 2015).
 //
-// Layout: x (N, height, width, C), y and add like it, each at a pitch; pooled, dy (N, out_h, out_w, C), pooled dense, dy at a
-// pitch; dx dense. moments, gamma, beta, sums, count, partial: as in batch_norm.cu.
+// Layout: x (N, height, width, C), y and add like it, each at a pitch; pooled, dy (N, out_h, out_w, C), pooled dense,
+// dy at a pitch; dx dense. moments, gamma, beta, sums, count, partial: as in batch_norm.cu.
 //
 // The windows, KERNEL_H x KERNEL_W pixels, move by as much: they tile the image, and a thread has a whole one. So the
-// place of a maximum is found again from x, which the backward pass reads anyway, in the rounding of the forward pass; nobody
-// keeps it. The first of equal maxima gets the gradient, as in pool2d.cu; where one is NaN nobody does, for the ReLU stops it.
-// Tiles that reach beyond the image count as rows too: they have a window where it counts (p < out_h and q < out_w).
+// place of a maximum is found again from x, which the backward pass reads anyway, in the rounding of the forward pass;
+// nobody keeps it. The first of equal maxima gets the gradient, as in pool2d.cu; where one is NaN nobody does, for the
+// ReLU stops it. Tiles that reach beyond the image count as rows too: they have a window where it counts (p < out_h and
+// q < out_w).
 //
 //   forward          y = relu(x*scale + shift); pooled = the largest of each window of y
-//   backward_stats   g = (add + what the window's maximum gets of dy, rounded to T) where y > 0, else 0; per chunk of tiles
-//                    sum g and sum g*(x - mean)
+//   backward_stats   g = (add + what the window's maximum gets of dy, rounded to T) where y > 0, else 0; per chunk of
+//                    tiles sum g and sum g*(x - mean)
 //   backward_apply   dx = gamma*rstd*(g - sums[0]/count - (x - mean)*rstd*sums[1]/count); without BATCH gamma*rstd*g
 //
-// Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used: behind branches,
-// or in vectors of 16 bytes, for which registers lack, the last of them waited for the first (on an H200, of the shape below,
-// 227 and 299 us with branches, 157 and 227 in 16 bytes; as it is 147 and 228, forward 179, add and y at twice the pitch).
-// Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes, backward_stats 2.25 s, backward_apply
-// 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with its sum, statistics and apply take 10.75 s
-// (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208 us). Instructions for each element: forward 6,
-// backward 14 and 15; a quarter to a half more where tiles are RAGGED, some of them reaching beyond the image.
+// Mapping: the rows of chunks.cuh are tiles. Loads of a whole tile are under way before the first is used: behind
+// branches, or in vectors of 16 bytes, for which registers lack, the last of them waited for the first (on an H200, of
+// the shape below, 227 and 299 us with branches, 157 and 227 in 16 bytes; as it is 147 and 228, forward 179, add and y
+// at twice the pitch). Cost of a tile of 2x2 pixels, s = sizeof(T), per element of x: forward 2.25 s bytes,
+// backward_stats 2.25 s, backward_apply 3.25 s: 7.75 where an apply and a pooling forward, the pooling's gradient with
+// its sum, statistics and apply take 10.75 s (floor: bf16, 32x256x256x64, 134 M elements, at 4.2 TB/s: 144, 144 and 208
+// us). Instructions for each element: forward 6, backward 14 and 15; a quarter to a half more where tiles are RAGGED,
+// some of them reaching beyond the image.
 //
 // Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; -DRAGGED=0|1; backward -DADD=0|1; apply -DBATCH=0|1.
 #include "common.cuh"
@@ -40,8 +42,8 @@ struct Tiling {
     int dy_pitch;
 };
 
-// The tiles that a thread comes to: where their pixels and windows are. In place of pixels and windows that do not exist
-// stand their nearest neighbours, for loads behind branches would wait for those before.
+// The tiles that a thread comes to: where their pixels and windows are. In place of pixels and windows that do not
+// exist stand their nearest neighbours, for loads behind branches would wait for those before.
 struct Tile {
     const Tiling& tiling;
     int number, line, column;  // among all; of its image's tiles, or of all images' where these are whole
@@ -58,7 +60,8 @@ struct Tile {
             if (RAGGED && line == tiling.down) line = 0, ++image;
         }
     }
-    __device__ __forceinline__ int below() const { return tiling.height - 1 - line * KERNEL_H; }  // pixels, the first not
+    // Pixels, the first not.
+    __device__ __forceinline__ int below() const { return tiling.height - 1 - line * KERNEL_H; }
     __device__ __forceinline__ int right() const { return tiling.width - 1 - column * KERNEL_W; }
     __device__ __forceinline__ bool inside(int i) const {
         return !RAGGED || (i / KERNEL_W <= below() && i % KERNEL_W <= right());
@@ -71,7 +74,8 @@ struct Tile {
     // The place of its first pixel in an array, and elements from there to the i-th.
     template <class X>
     __device__ __forceinline__ X* first(X* array, int pitch) const {
-        return array + u64(u32((image * tiling.height + line * KERNEL_H) * tiling.width + column * KERNEL_W)) * u32(pitch);
+        return array +
+               u64(u32((image * tiling.height + line * KERNEL_H) * tiling.width + column * KERNEL_W)) * u32(pitch);
     }
     __device__ __forceinline__ i64 offset(int i, int pitch) const {
         int h = i / KERNEL_W, w = i % KERNEL_W;
@@ -209,7 +213,8 @@ batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __
     const Share at = chunk_share(cut, 1);
     if (at.row >= at.rows) return;
     const Normalizer normalized(moments, gamma, beta, cut.channels, at.channel);
-    const InputGradient<BATCH> gradient(normalized.mean, normalized.scale, moments, sums, count, cut.channels, at.channel);
+    const InputGradient<BATCH> gradient(normalized.mean, normalized.scale, moments, sums, count, cut.channels,
+                                        at.channel);
     for (Tile tile(tiling, at.row); tile.number < at.rows; tile.advance(at.step)) {
         const Gradients found(normalized, tile, tiling, cut, at.channel, dy, x, add);
         T* to = tile.first(dx + at.channel, cut.channels);

@@ -1,17 +1,18 @@
-// Merging partial results per chunk and channel in a fixed order, in double: blocks of GROUP channels (one 32-byte sector of
-// floats) by LANES threads over the chunks.
+// Merging partial results per chunk and channel in a fixed order, in double: blocks of GROUP channels (one 32-byte
+// sector of floats) by LANES threads over the chunks.
 //
 // Variants: -DSHARES=1, 2, 4 or 8, into how many the chunks are shared out, each summed by the lanes of a block;
-// -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one share
-// after another, in the same order. Blocks: CLUSTER for each group of channels.
+// -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one
+// share after another, in the same order. Blocks: CLUSTER for each group of channels.
 //
-// On an H200 256 threads take 2.5 us with few chunks and 1 us more for each round of loads; 1024 threads begin 1.1 us later,
-// and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels). Two channels a thread,
-// half the blocks: 1 us less where chunks have 6 MB and more of 256 channels on, as much more for 64, and 0.2 to 0.6 more for
-// small ones.
-// Four channels a thread, as many blocks, a quarter of the rounds: nothing (25.7 MB of 256 channels 14 us, of 64 17 us).
-// Counters in global memory, by which the last block of any number would go on, must be zero at first and apart for
-// kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them alone.
+// On an H200 256 threads take 2.5 us with few chunks and 1 us more for each round of loads; 1024 threads begin 1.1 us
+// later, and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels). Two
+// channels a thread, half the blocks: 1 us less where chunks have 6 MB and more of 256 channels on, as much more for
+// 64, and 0.2 to 0.6 more for small ones.
+// Four channels a thread, as many blocks, a quarter of the rounds: nothing (25.7 MB of 256 channels 14 us, of 64 17
+// us). Counters in global memory, by which the last block of any number would go on, must be zero at first and apart
+// for kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them
+// alone.
 #pragma once
 #include "common.cuh"
 #if CLUSTER > 1
@@ -38,8 +39,8 @@ DEVICE bool has_total(int channels) {
     return threadIdx.x % 32 == 0 && total_channel() < channels;
 }
 
-// add(v, chunk, what) with what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has are
-// on their way at once, for what a merge takes is the time of one.
+// add(v, chunk, what) with what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has
+// are on their way at once, for what a merge takes is the time of one.
 template <class What, int N, class Load, class Add>
 DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add) {
     constexpr int AHEAD = sizeof(What) > 8 ? 4 : SHARES == 8 ? 16 : 8, STEP = SHARES * LANES;
@@ -54,8 +55,8 @@ DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add
     }
 }
 
-// The totals of a channel over `chunks` chunks, in the threads that have them; add(v, chunk, what) adds what load(chunk)
-// gave. To be called once, by all threads.
+// The totals of a channel over `chunks` chunks, in the threads that have them; add(v, chunk, what) adds what
+// load(chunk) gave. To be called once, by all threads.
 template <class What, int N, class Load, class Add>
 DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
     __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];

@@ -1,9 +1,10 @@
 // What a batch norm makes of x, (x - mean)*rstd*gamma + beta, and which outputs of a ReLU over it were positive: one
 // formula for every kernel that makes it, so that whoever makes a value or a mask again finds the same bits.
 //
-// scale = rstd*gamma. Of float32 (x - mean)*scale + beta, of 16-bit types x*scale + shift with shift = beta - mean*scale,
-// also in float32 and an instruction less, which is by at most 2^-24 |shift| farther from the truth. That is most far from
-// zero, where x itself is coarse: between neighbours among the x the output moves by 2^12 times as much or more.
+// scale = rstd*gamma. Of float32 (x - mean)*scale + beta, of 16-bit types x*scale + shift with shift = beta -
+// mean*scale, also in float32 and an instruction less, which is by at most 2^-24 |shift| farther from the truth. That
+// is most far from zero, where x itself is coarse: between neighbours among the x the output moves by 2^12 times as
+// much or more.
 #pragma once
 #include "common.cuh"
 
@@ -15,8 +16,8 @@ DEVICE float normalize(float x, float mean, float scale, float shift) {
     return fmaf(FOLDED ? x : x - mean, scale, shift);
 }
 
-// 1/count, for a count from 1 on: forty bits of it, rounded. A division's branch for odd operands would hold up the loads
-// behind it.
+// 1/count, for a count from 1 on: forty bits of it, rounded. A division's branch for odd operands would hold up the
+// loads behind it.
 DEVICE float inverse_of(double count) {
     double inverse;
     asm("rcp.approx.ftz.f64 %0, %1;" : "=d"(inverse) : "d"(count));

@@ -1,7 +1,7 @@
 // Where a ReLU's output was positive, a bit for each value: what its backward pass needs of it, in an eighth of a byte.
 //
-// signs (rows, S) bytes: bit c % 8 of byte c / 8 for channel c; S is C / 8 rounded up to a multiple of 16, so that the copy
-// engine can read rows.
+// signs (rows, S) bytes: bit c % 8 of byte c / 8 for channel c; S is C / 8 rounded up to a multiple of 16, so that the
+// copy engine can read rows.
 #pragma once
 #include "normalize.cuh"
 
