@@ -78,6 +78,7 @@ constexpr int AHEAD = 1;
 // What a group needs is read while the one before is at work, of the next stage too: before that one is normalised, where
 // there are registers for both.
 constexpr int READS = TILE_N < 256 ? 2 : 1;
+static_assert(READS == 1 || GROUPS % 2 == 0, "the next stage begins with the first of them");
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring, int steps,

@@ -51,6 +51,7 @@ constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD 
 // What a group needs is read while the one before is at work, of the next stage too: before that one is normalised, where
 // there are registers for both.
 constexpr int READS = ROWS < 256 ? 2 : 1;
+static_assert(READS == 1 || GROUPS % 2 == 0, "the next stage begins with the first of them");
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
