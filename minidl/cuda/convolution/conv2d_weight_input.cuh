@@ -15,21 +15,20 @@
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];
 
-// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h] says
-// it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
+// Which pixels of a stage have their tap in an image (those behind the last one meet gradients of zero), pairs of them:
+// where bit 7 of byte k of even[h] and of odd[h] says it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among
+// four.
 struct Inside {
     u32 even[2], odd[2];
 
-    // at: pixels 2 * lane and 2 * lane + 1, which are `first` and the next.
-    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
+    // at: pixels 2 * lane and 2 * lane + 1.
+    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns) {
         u32 found[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            bool inside = first + i < p.pixels;
-            if constexpr (!FLAT)
-                inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
-                          u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
-            found[i] = __ballot_sync(0xffffffffu, inside);
+            const u32 y = at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h;
+            const u32 x = at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w;
+            found[i] = __ballot_sync(0xffffffffu, y < u32(p.height) && x < u32(p.width));
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -66,7 +65,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
         const int channel = columns[i].channel + warp * 16 + lane / 4;
         affine[i][0] = Affine(norm, channel), affine[i][1] = Affine(norm, channel + 8);
     }
-    int pixel = work.first * SPAN + int(lane) * 2;
+    const int pixel = work.first * SPAN + int(lane) * 2;
     Pixels pixels[] = {{p, pixel}, {p, pixel + 1}};
     Inside inside[BLOCKS];
     // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
@@ -99,9 +98,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
         const int stage = ring.index;
         if constexpr (BORDER) {
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i], pixel);
-            if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
-            pixel += SPAN;
+            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i]);
+            pixels[0].advance(p), pixels[1].advance(p);
         }
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
