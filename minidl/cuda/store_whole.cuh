@@ -1,4 +1,4 @@
-// Stores of 16 or 8 bytes in one instruction. Left to itself, the compiler cuts some of them into words, to save itself the
+// A store of 16 bytes in one instruction. Left to itself, the compiler cuts some of them into words, to save itself the
 // moving of registers; each of these then writes a part of as many sectors.
 #pragma once
 #include "common.cuh"
@@ -7,17 +7,4 @@ DEVICE void store_whole(void* to, const u32 (&words)[4]) {
     asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words[0]), "r"(words[1]), "r"(words[2]),
                  "r"(words[3])
                  : "memory");
-}
-
-DEVICE void store_whole(void* to, const u32 (&words)[2]) {
-    asm volatile("st.global.v2.u32 [%0], {%1, %2};" ::"l"(to), "r"(words[0]), "r"(words[1]) : "memory");
-}
-
-// As store_raw.
-template <class S, int N>
-DEVICE void store_whole(S* to, const Raw<S, N>& raw) {
-    if constexpr (Raw<S, N>::BYTES == 16 || Raw<S, N>::BYTES == 8)
-        store_whole(static_cast<void*>(to), raw.pairs);
-    else
-        store_raw<N>(to, raw);
 }

@@ -440,7 +440,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
                 }
             Sum sum;
 #if NORMALIZED
-            accumulate(sum, at, p, tile, ring, steps, warpgroup);
+            accumulate(sum, at, p, tile, ring, warpgroup);
 #else
             accumulate(sum, at, ring, steps, warpgroup);
 #endif

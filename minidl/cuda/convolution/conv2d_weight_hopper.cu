@@ -24,12 +24,12 @@
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_input.cuh).
 //
-// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
-// of an image; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN
-// pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that add up their chunks before they write a
-// partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS, whether a lot has several tiles; ONCE, bits: what of dy
-// (1) and x (2) leaves the L2 cache first, if all blocks run at a time; VEC_Y (1, 4), values per access to the
-// gradient.
+// Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside of
+// an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
+// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
+// 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
+// whether a lot has several tiles; ONCE, bits: what of dy (1) and x (2) leaves the L2 cache first, if all blocks run at a
+// time; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the first
 // fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
@@ -79,6 +79,7 @@ struct Problem {
     int groups, rows, channels, columns;  // of a group
     int spans, blocks;  // blocks of columns: of a tap, of all taps
     int kernel_w;
+    int pixels;  // of dy
     int height, width;
     int out_height, out_width;
     int stride_h, stride_w;

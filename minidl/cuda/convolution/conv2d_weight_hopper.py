@@ -63,7 +63,7 @@ ARCH = (9, 0)
 # The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
     "",
-    "steps lots shared chunks groups rows channels columns spans blocks kernel_w height width out_height "
+    "steps lots shared chunks groups rows channels columns spans blocks kernel_w pixels height width out_height "
     "out_width stride_h stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m "
     "tiles_n turn_m turn_n mode",
 )
@@ -293,11 +293,11 @@ def _flat(conv: Convolution) -> bool:
 
 
 def _reaches_out(conv: Convolution) -> bool:
-    """Whether a tap may lie outside of an image."""
+    """Whether a tap may lie outside of an image, or pixels of a stage behind the last."""
     x, y = (conv.height, conv.width), (conv.out_height, conv.out_width)
     axes = zip(x, y, conv.kernel, conv.stride, conv.padding, conv.dilation, strict=True)
     over = (pad or (out - 1) * step + (taps - 1) * apart >= size for size, out, taps, step, pad, apart in axes)
-    return any(over)
+    return conv.pixels % SPAN > 0 or any(over)
 
 
 def _views(conv: Convolution, code: int, pitches: tuple[int, int], tf32: int = 0) -> Views:

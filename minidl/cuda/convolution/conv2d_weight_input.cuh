@@ -15,20 +15,21 @@
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];
 
-// Which pixels of a stage have their tap in an image (those behind the last one meet gradients of zero), pairs of them:
-// where bit 7 of byte k of even[h] and of odd[h] says it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among
-// four.
+// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h] says
+// it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
 struct Inside {
     u32 even[2], odd[2];
 
-    // at: pixels 2 * lane and 2 * lane + 1.
-    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns) {
+    // at: pixels 2 * lane and 2 * lane + 1, which are `first` and the next.
+    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
         u32 found[2];
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const u32 y = at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h;
-            const u32 x = at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w;
-            found[i] = __ballot_sync(0xffffffffu, y < u32(p.height) && x < u32(p.width));
+            bool inside = first + i < p.pixels;
+            if constexpr (!FLAT)
+                inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
+                          u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
+            found[i] = __ballot_sync(0xffffffffu, inside);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -47,10 +48,6 @@ struct Inside {
 
 // Products that are started together, and such groups that run while the next one's operands are made, as registers allow.
 constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = 1;
-// What a group needs is read while the one before is at work, of the next stage too: before that one is normalised, where
-// there are registers for both.
-constexpr int READS = ROWS < 256 ? 2 : 1;
-static_assert(READS == 1 || GROUPS % 2 == 0, "the next stage begins with the first of them");
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
@@ -65,56 +62,43 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
         const int channel = columns[i].channel + warp * 16 + lane / 4;
         affine[i][0] = Affine(norm, channel), affine[i][1] = Affine(norm, channel + 8);
     }
-    const int pixel = work.first * SPAN + int(lane) * 2;
+    int pixel = work.first * SPAN + int(lane) * 2;
     Pixels pixels[] = {{p, pixel}, {p, pixel + 1}};
     Inside inside[BLOCKS];
     // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
     const u32 from = (ROW_BLOCKS + column / 64) * BLOCK_BYTES + (lane / 16 * 8 + lane % 8) * 128 +
                      ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
-    u32 raw[READS][GROUP][4];
-    const auto load = [&](int g) {
-#pragma unroll
-        for (int n = 0; n < GROUP; ++n) {
-            const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
-            load_matrices<true>(raw[g % READS][n], at.stage(ring.index) + from + i * BLOCK_BYTES + k * 2048);
-        }
-    };
-    // Group g of a stage, or the next one's first.
-    const auto read = [&](int step, int g) {
-        if (g < GROUPS) {
-            load(g);
-            return;
-        }
-        ring.advance();
-        if (step + 1 == work.last) return;
-        barrier_wait(at.filled(ring.index), ring.parity);
-        load(0);
-    };
-    barrier_wait(at.filled(ring.index), ring.parity);
-    load(0);
-    int before = 0;  // the stage whose products run
+    u32 before = 0;
     for (int step = work.first; step < work.last; ++step) {
-        const u64 gradients = operand(at.stage(ring.index) + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
-        const int stage = ring.index;
+        const u32 stage = at.stage(ring.index);
+        const u64 gradients = operand(stage + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
         if constexpr (BORDER) {
 #pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i]);
-            pixels[0].advance(p), pixels[1].advance(p);
+            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i], pixel);
+            if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
+            pixel += SPAN;
         }
+        barrier_wait(at.filled(ring.index), ring.parity);
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
-            if (READS > 1) read(step, g + 1);
-            u32 words[GROUP][4];
+            u32 raw[GROUP][4], words[GROUP][4];
+#pragma unroll
+            for (int n = 0; n < GROUP; ++n) {
+                const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
+                load_matrices<true>(raw[n], stage + from + i * BLOCK_BYTES + k * 2048);
+            }
+            // Registers of those that ran longest are free again.
+            await_products<AHEAD>();
+            if (g == AHEAD && lane == 0 && step > work.first) barrier_arrive(before);
 #pragma unroll
             for (int n = 0; n < GROUP; ++n) {
                 const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    words[n][j] = affine[i][j % 2](raw[g % READS][n][j]);
+                    words[n][j] = affine[i][j % 2](raw[n][j]);
                     if constexpr (BORDER) words[n][j] &= inside[i].mask(k, j / 2);
                 }
             }
-            if (READS == 1) read(step, g + 1);
             product_fence();
 #pragma unroll
             for (int n = 0; n < GROUP; ++n) {
@@ -122,14 +106,12 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
                 multiply<true>(sum[i], words[n], gradients + operand_step(k * 2048), k ? 1 : step - work.first);
             }
             commit_products();
-            // Registers of those that ran longest are free again.
-            await_products<AHEAD>();
-            if (g + 1 == AHEAD && lane == 0 && step > work.first) barrier_arrive(at.emptied(before));
         }
-        before = stage;
+        before = at.emptied(ring.index);
+        ring.advance();
     }
     await_products<0>();
-    if (TURNS && lane == 0) barrier_arrive(at.emptied(before));
+    if (TURNS && lane == 0) barrier_arrive(before);
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }

@@ -25,7 +25,6 @@
 // Variants: -DFORWARD, -DSTATS or -DAPPLY; -DKERNEL_H, KERNEL_W; -DRAGGED=0|1; backward -DADD=0|1; apply -DBATCH=0|1.
 #include "common.cuh"
 #include "lanes.cuh"
-#include "store_whole.cuh"
 
 #include "batch_norm_pool.cuh"
 #include "chunks.cuh"
@@ -128,8 +127,8 @@ batch_norm_max_tiles_kernel(const T* __restrict__ x, const float* __restrict__ m
         T* to = tile.first(y + at.channel, cut.pitch[1]);
 #pragma unroll
         for (int i = 0; i < PIXELS; ++i)
-            if (tile.inside(i)) store_whole(to + tile.offset(i, cut.pitch[1]), values[i]);
-        if (tile.counts()) store_whole(pooled + u64(tile.window()) * u32(cut.channels) + at.channel, largest);
+            if (tile.inside(i)) store_raw<VEC>(to + tile.offset(i, cut.pitch[1]), values[i]);
+        if (tile.counts()) store_raw<VEC>(pooled + u64(tile.window()) * u32(cut.channels) + at.channel, largest);
     }
 }
 
@@ -221,7 +220,7 @@ batch_norm_max_tiles_backward_apply_kernel(const T* __restrict__ dy, const T* __
             unpack(found.raw[i], v);
 #pragma unroll
             for (int e = 0; e < VEC; ++e) g[e] = gradient(e, g[e], v[e]);
-            if (tile.inside(i)) store_whole(to + tile.offset(i, cut.channels), pack<T>(g));
+            if (tile.inside(i)) store(to + tile.offset(i, cut.channels), g);
         }
     }
 }

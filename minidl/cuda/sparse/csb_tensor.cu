@@ -180,7 +180,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const Proble
                 const int c = 4 * j + e;
                 const float four[4] = {sum[0][c], sum[0][c + 2], sum[1][c], sum[1][c + 2]};
                 if constexpr (VEC_Y == 4) {
-                    if (left > 0) store_whole(to, pack<float>(four));
+                    if (left > 0) store_whole(to, pack<float>(four).pairs);
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
