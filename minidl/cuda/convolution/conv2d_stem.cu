@@ -45,7 +45,6 @@
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
 #include "stem.cuh"
-#include "store_whole.cuh"
 #if WARPGROUP
 #include "hopper.cuh"
 #else
@@ -134,6 +133,8 @@ struct Step {
     }
 };
 #endif
+
+#include "store_whole.cuh"
 
 constexpr int PART = 4 * WORD;  // values of 16 bytes
 
