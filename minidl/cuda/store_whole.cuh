@@ -1,5 +1,6 @@
 // A store of 16 bytes in one instruction. Left to itself, the compiler cuts some of them into words, to save itself the
-// moving of registers; each of these then writes a part of as many sectors.
+// moving of registers; each of these then writes a part of as many sectors (csb_tensor.cu, 2048x2048 with 16,384
+// samples in bf16x3: 630 us so, 587 whole; of few such stores beside much reading nothing is gained: max_tiles.cu).
 #pragma once
 #include "common.cuh"
 
