@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -54,8 +56,12 @@ def run(ops, case, x, w, norm, storage, tile=None, share=1):
     return ops.to_host(y)
 
 
-def plain(ops, case, z, w, name="hopper"):
-    with family(name):
+def plain(ops, case, z, w, name="hopper", tile=None):
+    """By one tile, or the one that is chosen."""
+    with family(name), pytest.MonkeyPatch.context() as patch:
+        if tile is not None:
+            patch.setattr(conv2d_hopper, "choose", lambda *_: (tile, 1))
+        forget_plans()
         return ops.to_host(ops.conv2d(*put(ops, z, w), **case.options))
 
 
@@ -84,11 +90,13 @@ def test_with_every_tile(cuda_ops, case, storage, ratio, rng):
         pytest.skip("needs compute capability 9.0")
     x, w, norm = operands(rng, case, storage, ratio)
     norm[2][::2] += 100
-    expected = plain(cuda_ops, case, packed(x, norm, storage), w)
+    z, device = packed(x, norm, storage), current_device()
     conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
-    for tile in conv2d_hopper_tiles.candidates(conv, False, current_device(), normalized=True):
-        for share in (1, 3):
-            assert run(cuda_ops, case, x, w, norm, storage, tile, share).tobytes() == expected.tobytes(), tile.name
+    for parts in conv2d_hopper_tiles.PARTS:
+        tiles = conv2d_hopper_tiles.candidates(conv, False, device, normalized=True, parts=parts)
+        expected = plain(cuda_ops, case, z, w, tile=tiles[0]).tobytes() if tiles else None
+        for tile, share in itertools.product(tiles, (1, 3)):
+            assert run(cuda_ops, case, x, w, norm, storage, tile, share).tobytes() == expected, tile.name
 
 
 @cases(CASES)

@@ -135,13 +135,9 @@ struct Step {
 };
 #endif
 
-constexpr int PART = 4 * WORD;  // values of 16 bytes
+#include "store_whole.cuh"
 
-DEVICE void store_vector(T* to, const u32 (&v)[4]) {
-    // Left to itself, the compiler cuts some of these stores into words.
-    asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(v[0]), "r"(v[1]), "r"(v[2]), "r"(v[3])
-                 : "memory");
-}
+constexpr int PART = 4 * WORD;  // values of 16 bytes
 
 // `bias`: the block's channels', or null.
 DEVICE void add_bias(const float* bias, int j, float& low, float& high) {
@@ -182,8 +178,8 @@ struct OutputRow {
                 }
                 const int pixel = odd ? q - KINDS : q, channel = first + (k + odd) * 4 * PART;
                 if (channel >= columns) continue;
-                if (pixel < pixels) store_vector(to + i64(pixel) * pitch + channel, even_pixel);
-                if (pixel + KINDS < pixels) store_vector(to + i64(pixel + KINDS) * pitch + channel, odd_pixel);
+                if (pixel < pixels) store_whole(to + i64(pixel) * pitch + channel, even_pixel);
+                if (pixel + KINDS < pixels) store_whole(to + i64(pixel + KINDS) * pitch + channel, odd_pixel);
             } else if (q < pixels) {
                 T* pixel = to + i64(q) * pitch + first;
 #pragma unroll
@@ -196,7 +192,7 @@ struct OutputRow {
     // The channels of a part, of which the first `left` exist.
     static __device__ __forceinline__ void write_part(T* to, const u32 (&part)[4], int left) {
         if constexpr (VEC_Y == PART) {
-            if (left > 0) store_vector(to, part);
+            if (left > 0) store_whole(to, part);
         } else {
             Raw<T, PART> all;
 #pragma unroll

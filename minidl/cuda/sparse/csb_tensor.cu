@@ -27,6 +27,7 @@
 // Macros: DTYPE (0: TF32, 1: bf16), STAGES, FEATURES_LAST, VEC_X (floats per copy), VEC_Y (floats per store: 2, features
 // first 4, or 1).
 #include "csb_tensor.cuh"
+#include "store_whole.cuh"
 
 struct Problem {
     i64 x_pitch, samples;
@@ -179,7 +180,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[2][64], const Proble
                 const int c = 4 * j + e;
                 const float four[4] = {sum[0][c], sum[0][c + 2], sum[1][c], sum[1][c + 2]};
                 if constexpr (VEC_Y == 4) {
-                    if (left > 0) store<float, 4>(to, four);
+                    if (left > 0) store_whole(to, pack<float>(four).pairs);
                 } else {
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
