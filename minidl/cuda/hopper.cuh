@@ -249,12 +249,6 @@ DEVICE u64 operand(u32 address, int block = 16, int group = 1024) {
     return u64((address & 0x3ffff) >> 4) | u64(block >> 4) << 16 | u64(group >> 4) << 32 | 1ull << 62;
 }
 
-// Describes an MN-major operand that is not swizzled: eight rows of 16 bytes, of the depth, follow one another; `deep` bytes
-// lead to the next eight of the depth, `wide` to the next eight rows or columns. These may overlap.
-DEVICE u64 plain_operand(u32 address, int deep, int wide) {
-    return u64((address & 0x3ffff) >> 4) | u64(deep >> 4) << 16 | u64(wide >> 4) << 32;
-}
-
 // What an operand's description grows by when its address does.
 DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 

@@ -21,6 +21,10 @@ constexpr int ROWS_BYTES = NEW * LENGTH * 2;
 
 DEVICE int pixel_row(int i) { return i; }
 
+// The operand of all windows from `address` on, for hopper.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
+// each, one after the other, the next eight 128 bytes and the next eight columns 16 bytes further.
+DEVICE u64 windows_from(u32 address) { return u64((address & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(16 >> 4) << 32; }
+
 // Rewrites NEW rows of LENGTH values, whose first window begins at `shift`, as lines, from row `slot` of the ring on.
 DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, int shift) {
     constexpr int EACH = (NEW * LINE + THREADS - 1) / THREADS;
@@ -72,7 +76,7 @@ struct Product {
 #pragma unroll
             for (int r = 0; r < KERNEL_H; ++r) {
                 const int row = first + r < RING ? first + r : first + r - RING;
-                multiply<true>(sum[r], a[i], plain_operand(lines + row * ROW_BYTES + i * 256, 128, 16), 1);
+                multiply<true>(sum[r], a[i], windows_from(lines + row * ROW_BYTES + i * 256), 1);
             }
         commit_products();
         meanwhile();
