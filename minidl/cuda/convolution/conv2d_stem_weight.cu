@@ -12,7 +12,7 @@
 //   partials  (chunks, K, KERNEL_H, KERNEL_W, CHANNELS) dense                float32
 //
 // No matrix unit reads windows from rows of the image as they are. They are rewritten first: for mma.sync as pairs of pixels
-// (stem_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP, stem_lines.cuh), where windows then start at
+// (stem_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP, stem_windows.cuh), where windows then start at
 // multiples of 16 bytes and no strip is narrower than others.
 //
 // A block walks down strips of the output, TILE_Q columns wide, row by row. What is rewritten is a ring of image rows to
@@ -103,7 +103,7 @@ struct Gradient {
 };
 
 #if WARPGROUP
-#include "stem_lines.cuh"
+#include "stem_windows.cuh"
 #else
 #include "stem_pairs.cuh"
 #endif
