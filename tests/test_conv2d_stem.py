@@ -85,7 +85,8 @@ def test_the_family_is_chosen_by_sizes_and_type():
         return {launch.stem for launch in log.launches}
 
     for case in PLANNED:
-        assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem"}
+        lines = conv2d_stem.plan_lines(_conv(case), 1, (1, 1), BUILT_IN["H200"])
+        assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem_lines" if lines else "conv2d_stem"}
         assert kernels(case, float32, tf32=1) == {"conv2d_stem"}
         assert "conv2d_stem" not in kernels(case, float32) | kernels(case, float32, tf32=3)
         with family("generic"):
@@ -161,6 +162,29 @@ def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     assert not defines["WARPGROUP"] or problem["segments"] * defines["TILE_Q"] == conv.out_width
 
 
+@cases(PLANNED)
+def test_lines_hold_every_window_and_parts_few_enough_values(case):
+    conv, device = _conv(case), BUILT_IN["H200"]
+    plan = conv2d_stem.plan_lines(conv, 1, (1, 1), device)
+    if plan is None:
+        assert conv2d_stem.plan_lines(conv, 1, (8, 8), device) is None
+        return
+    problem, defines = plan.problem[0], plan.defines
+    width, part = defines["WIDTH"], 256 // defines["WIDTH"]
+    assert width >= defines["TILE_Q"] and problem["segments"] * defines["TILE_Q"] >= conv.out_width
+    assert problem["strip_rows"] % part == 0, "no part is shared by two strips"
+    assert (
+        problem["strips"] * problem["strip_rows"] >= conv.out_height > (problem["strips"] - 1) * problem["strip_rows"]
+    )
+    assert plan.grid == conv.images * problem["segments"] * problem["strips"] * problem["tiles_n"]
+    assert plan.parts == conv.images * problem["segments"] * -(-conv.out_height // part)
+    across, new = -(-conv.kernel[1] // conv.stride[1]), min(conv.stride[0], conv.kernel[0])
+    length = -(-(7 + (defines["TILE_Q"] - 1 + across) * conv.stride[1] * conv.channels) // 8) * 8
+    lines = (conv.kernel[0] + new) * (width - 1 + across) * (2 if conv.kernel[1] % conv.stride[1] else 1) * 16
+    assert plan.shared >= width * 128 + defines["STAGES"] * new * length * 2 + lines + across % 2 * width * 16
+    assert defines["BLOCKS"] * (plan.shared + 1024) <= conv2d_stem.HOPPER_SHARED
+
+
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
 def test_every_size_fits_the_smallest_device(channels):
     device = min(BUILT_IN.values(), key=lambda device: device.shared_per_block)
@@ -204,6 +228,7 @@ def test_first_layers_of_common_networks_are_multiplied_by_wgmma():
         conv = convolution("test", (8, width, width, 3), (64, kernel, kernel, 3), *sizes)
         plan = conv2d_stem.plan_weight(conv, 1, 64, (8, 8), device)
         assert plan.defines["WARPGROUP"] == expected, (kernel, stride, width)
+        assert (conv2d_stem.plan_lines(conv, 1, (8, 8), device) is None) == (stride == 4)
         assert plan.defines["BLOCKS"] * (plan.shared + 1024) <= conv2d_stem.HOPPER_SHARED
 
 

@@ -17,6 +17,7 @@ from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
@@ -33,6 +34,7 @@ WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
 LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
+LINE_STEPS = 16  # products of the depth whose filters a thread can hold
 STAGES = 3  # of rows under way
 PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
@@ -43,6 +45,9 @@ HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memo
 _FORWARD = struct(
     "",
     "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
+)
+_LINES = struct(
+    "", "height values out_height out_width columns padding_h first shift strips strip_rows segments tiles_n"
 )
 _WEIGHT = struct(
     "dy_pitch",
@@ -94,6 +99,8 @@ def forward(
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
+    if lines := plan_lines(conv, DTYPE[x.dtype], vectors, current_device()):
+        return _forward_lines(lines, x, w, bias, y, relu, statistics and x.dtype == bfloat16)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
     taken = statistics and bool(plan.defines["WARPGROUP"]) and x.dtype == bfloat16
     parts = empty((plan.parts, 2, conv.out_channels), float32) if taken else None
@@ -104,6 +111,22 @@ def forward(
     arrays = x, packed, bias, y, parts, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
     return Parts(parts, y.size // conv.out_channels) if taken else None
+
+
+def _forward_lines(
+    plan: StemPlan, x: Any, w: Any, bias: Any | None, y: Any, relu: bool, statistics: bool
+) -> Parts | None:
+    parts = empty((plan.parts, 2, y.shape[-1]), float32) if statistics else None
+    packed = empty(4 * plan.size, np.uint32)
+    defines = plan.defines | {"RELU": int(relu), "STATISTICS": int(statistics)}
+    args = w, packed, *ints(y.shape[-1], plan.size)
+    grid = ceil_div(plan.size, THREADS)
+    launch("conv2d_stem_lines", "conv2d_stem_lines_pack_kernel", grid, THREADS, *args, defines=defines)
+    args = x, packed, bias, y, parts, plan.problem
+    launch(
+        "conv2d_stem_lines", "conv2d_stem_lines_kernel", plan.grid, THREADS, *args, defines=defines, shared=plan.shared
+    )
+    return Parts(parts, y.size // y.shape[-1]) if statistics else None
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -247,19 +270,68 @@ def _filter_columns(columns: int, steps: int, kinds: int) -> int:
     return 32 if columns <= 32 or (not held and (large or 0 < columns % 64 <= 32)) else 64
 
 
-def _strip(tiles: int, columns: int, resident: int) -> int:
+def _strip(tiles: int, columns: int, resident: int, start: float = 0.5) -> int:
     """How many of the ``tiles`` of each column a block should take when ``resident`` blocks run at a time.
 
-    Long strips save starts, worth half a tile each; short ones leave few multiprocessors waiting for the last.
+    Long strips save starts, worth ``start`` tiles each; short ones leave few multiprocessors waiting for the last.
     """
     return min(
-        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + 0.5)
+        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + start)
     )
 
 
 def _blocks(registers: int) -> int:
     """Blocks per multiprocessor for a kernel that needs about so many registers."""
     return max(2, min(5, 65536 // THREADS // round_up(registers, 8)))
+
+
+def _across(conv: Convolution) -> int | None:
+    """Groups of a window in lines (stem_lines.cuh); None where windows would not start at multiples of 16 bytes."""
+    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1]:
+        return None
+    return ceil_div(conv.kernel[1], conv.stride[1])
+
+
+def _line_groups(conv: Convolution, across: int) -> int:
+    """Of eight values, that the rows of the image are padded to which become lines."""
+    return ceil_div(across * conv.stride[1] * conv.channels, GROUP)
+
+
+@functools.lru_cache(maxsize=256)
+def plan_lines(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan | None:
+    """The launches of conv2d_stem_lines.cu; None where it does not apply. ``vectors``: values per access to x and y."""
+    across = _across(conv)
+    if not code or device.arch != HOPPER or across is None:
+        return None
+    steps = conv.kernel[0] * ceil_div(across, 2)
+    if steps > LINE_STEPS:
+        return None
+    new = min(conv.stride[0], conv.kernel[0])
+    rings = (conv.kernel[0] + new) * (1 + (conv.kernel[1] % conv.stride[1] != 0))
+
+    def shared(tile: _Geometry) -> int:
+        width = 64 if tile.columns <= 64 else 128
+        rows = STAGES * new * tile.length * 2
+        return width * 128 + rows + rings * (width - 1 + across) * 16 + across % 2 * width * 16
+
+    tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
+    width = 64 if tile.columns <= 64 else 128
+    tiles_n = ceil_div(conv.out_channels, 64)
+    blocks = min(_blocks(width // 2 + 4 * steps + 48), HOPPER_SHARED // (shared(tile) + 1024))
+    columns = conv.images * tile.segments * tiles_n
+    part = 256 // width  # rows
+    warm_up = (conv.kernel[0] - 1) // new
+    rows = (
+        _strip(ceil_div(conv.out_height, part), columns, blocks * device.multiprocessors, warm_up / part + 0.5) * part
+    )
+    strips = ceil_div(conv.out_height, rows)
+    sizes = {name: size for name, size in tile.sizes.items() if name in _LINES.names}
+    problem = argument(_LINES, **sizes, columns=conv.out_channels, strips=strips, strip_rows=rows, tiles_n=tiles_n)
+    defines = tile.defines(code, vectors[0]) | {
+        "WIDTH": width, "BLOCKS": blocks, "STAGES": STAGES, "VEC_Y": min(vectors[1], 8),
+    }  # fmt: skip
+    parts = conv.images * tile.segments * ceil_div(conv.out_height, part)
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * steps * THREADS, parts)
 
 
 class _Block(NamedTuple):
@@ -302,19 +374,16 @@ def _in_pairs(conv: Convolution) -> _Block:
 
 
 def _in_lines(conv: Convolution) -> _Block | None:
-    """For wgmma, as in stem_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows be ragged."""
-    across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
-    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1] or conv.out_channels <= 32:
-        return None
-    if across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS:
+    """For wgmma, as in stem_windows.cuh; None where it does not apply, or strips would be ragged."""
+    across = _across(conv)
+    if across is None or across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS or conv.out_channels <= 32:
         return None
 
     def shared(tile: _Geometry) -> int:
         ring = (conv.kernel[0] + min(conv.stride[0], conv.kernel[0])) * ((tile.columns - 1) * 16 + 2 * LINE_VALUES)
         return STAGES * _rows_bytes(tile, 64) + ring
 
-    groups = ceil_div(across * conv.stride[1] * conv.channels, GROUP)
-    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
+    tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
     if conv.out_width % tile.columns:
         return None
     registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
