@@ -36,7 +36,7 @@ WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of row
 LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
 LINE_STEPS = 16  # products of the depth whose filters a thread can hold
 STAGES = 3  # of rows under way
-PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
+PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
@@ -342,6 +342,7 @@ class _Block(NamedTuple):
     tiles_n: int
     shared: int
     blocks: int  # per multiprocessor
+    rounds: int
     defines: dict[str, int]
 
 
@@ -370,7 +371,7 @@ def _in_pairs(conv: Convolution) -> _Block:
     ragged = int(conv.out_width % tile.columns != 0)
     defines = {"WARPGROUP": 0, "COLUMNS": columns, "WARPS_N": warps_n, "RAGGED": ragged}
     blocks = _blocks(tile_m // 16 * columns * 4 + columns + 60)
-    return _Block(tile, tile_m, tiles_n, shared(tile), blocks, defines)
+    return _Block(tile, tile_m, tiles_n, shared(tile), blocks, 2, defines)
 
 
 def _in_lines(conv: Convolution) -> _Block | None:
@@ -388,7 +389,7 @@ def _in_lines(conv: Convolution) -> _Block | None:
         return None
     registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
     blocks = min(_blocks(registers), HOPPER_SHARED // (shared(tile) + 1024))
-    return _Block(tile, 64, 1, shared(tile), blocks, {"WARPGROUP": 1})
+    return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
 
 
 @functools.lru_cache(maxsize=256)
@@ -398,7 +399,7 @@ def plan_weight(
     """The launch of conv2d_stem_weight.cu. ``vectors``: values per access to x and dy."""
     block = (_in_lines(conv) if device.arch == HOPPER else None) or _in_pairs(conv)
     tile, tiles_n, tiles_m = block.tile, block.tiles_n, ceil_div(conv.out_channels, block.tile_m)
-    wanted = max(1, PLACES * block.blocks // (tiles_m * tiles_n))
+    wanted = max(1, block.rounds * PLACES * block.blocks // (tiles_m * tiles_n))
     stripes = conv.images * tile.segments
     strip_rows = ceil_div(conv.out_height, max(1, min(wanted // stripes, ceil_div(conv.out_height, 8))))
     strips_p = ceil_div(conv.out_height, strip_rows)

@@ -87,18 +87,22 @@ DEVICE u64 pair_at(u32 ring, int row, int k) {
     return windows_at(ring + first, second - first);
 }
 
-// The channels of 16 bytes at `to`, of which `left` exist.
-DEVICE void write_chunk(T* to, u32 from, int left) {
-    Raw<T, 8> all;
+typedef Raw<T, 8> Chunk;  // channels of 16 bytes
+
+DEVICE void read_chunk(Chunk& chunk, u32 from) {
     asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(all.pairs[0]), "=r"(all.pairs[1]), "=r"(all.pairs[2]), "=r"(all.pairs[3])
+                 : "=r"(chunk.pairs[0]), "=r"(chunk.pairs[1]), "=r"(chunk.pairs[2]), "=r"(chunk.pairs[3])
                  : "r"(from)
                  : "memory");
+}
+
+// Those channels of which the first `left` exist.
+DEVICE void write_chunk(T* to, const Chunk& chunk, int left) {
 #pragma unroll
     for (int e = 0; e < 8; e += VEC_Y) {
         Raw<T, VEC_Y> piece;
 #pragma unroll
-        for (int i = 0; i < VEC_Y; ++i) piece.items[i] = all.items[e + i];
+        for (int i = 0; i < VEC_Y; ++i) piece.items[i] = chunk.items[e + i];
         if (e < left) store_raw(to + e, piece);
     }
 }
@@ -153,6 +157,11 @@ conv2d_stem_lines_kernel(const T* __restrict__ x, const uint4* __restrict__ pack
     int slot = KERNEL_H - NEW, first = 0;  // of the ring: where the next new rows go; the row under the filter's first
     rewrite(ring, rows, slot, p.shift);
 
+    // This thread's chunk of a pixel, and of every 16th behind it: where it lies and where it goes.
+    const int pixel = threadIdx.x / 8, channel = first_column + threadIdx.x % 8 * 8, left = p.columns - channel;
+    const u32 chunks = shared_address(slab) + pixel * 128 + (threadIdx.x % 8 ^ pixel % 8) * 16;
+    T* to = output + ((image * p.out_height + first_p) * p.out_width + first_q + pixel) * p.columns + channel;
+
     Tally tally;
     tally.start();
     for (int step = 0; step < steps; ++step) {
@@ -177,9 +186,10 @@ conv2d_stem_lines_kernel(const T* __restrict__ x, const uint4* __restrict__ pack
             prepare();
             await_products<0>();
             settle(sum);
-            const u32 to = shared_address(slab) + columns_across();
+            const u32 across = shared_address(slab) + columns_across();
 #pragma unroll
             for (int k = 0; k < TILE_Q; k += 16) {
+                if (first_column + int(warp) * 16 >= p.columns) break;
                 u32 words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -188,24 +198,22 @@ conv2d_stem_lines_kernel(const T* __restrict__ x, const uint4* __restrict__ pack
                     if constexpr (RELU) low = clamp_below(low, 0.0f), high = clamp_below(high, 0.0f);
                     words[i] = Rounding<T>::round_pair(low, high);
                 }
-                store_matrices<true>(to + k * 128, words);
+                store_matrices<true>(across + k * 128, words);
                 if constexpr (STATISTICS) {
-                    if (pixels < TILE_Q) keep_inside(words, [&](int pixel) { return k + pixel < pixels; });
+                    if (pixels < TILE_Q) keep_inside(words, [&](int i) { return k + i < pixels; });
                     tally.add(words);
                 }
             }
             __syncthreads();
-            const int row = first_p + step - WARMUP;
-            const i64 line = (image * p.out_height + row) * p.out_width + first_q;
-            const int chunk = threadIdx.x % 8;
+            constexpr int APART = THREADS / 8;  // pixels from one chunk of a thread to its next
+            Chunk chunk[TILE_Q / APART];
 #pragma unroll
-            for (int k = 0; k < TILE_Q; k += THREADS / 8) {
-                const int pixel = k + threadIdx.x / 8;
-                if (pixel < pixels)
-                    write_chunk(output + (line + pixel) * p.columns + first_column + chunk * 8,
-                                shared_address(slab) + pixel * 128 + (chunk ^ pixel % 8) * 16,
-                                p.columns - first_column - chunk * 8);
-            }
+            for (int i = 0; i < TILE_Q / APART; ++i) read_chunk(chunk[i], chunks + i * (APART * 128));
+#pragma unroll
+            for (int i = 0; i < TILE_Q / APART; ++i)
+                if (i * APART + pixel < pixels) write_chunk(to + i * APART * p.columns, chunk[i], left);
+            to += p.out_width * p.columns;
+            const int row = first_p + step - WARMUP;
             if constexpr (STATISTICS) {
                 if ((row + 1) % PART == 0 || step + 1 == steps) {
                     const i64 part = (image * p.segments + segment) * ((p.out_height + PART - 1) / PART) + row / PART;
