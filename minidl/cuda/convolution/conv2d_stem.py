@@ -39,7 +39,6 @@ STAGES = 3  # of rows under way
 PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
-AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
 HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
 
 _FORWARD = struct(
@@ -61,7 +60,7 @@ class StemPlan(NamedTuple):
 
     Attributes:
         size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
-        parts: of statistics, that warps leave.
+        parts: of statistics, that are left.
     """
 
     grid: int
@@ -94,7 +93,7 @@ def forward(
     """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
 
     With ``relu``, the output of a ReLU over that. Returns its statistics where they are asked for and the kernel takes
-    them: on Hopper, of bfloat16.
+    them: on Hopper, of bfloat16, from lines.
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
@@ -102,15 +101,13 @@ def forward(
     if lines := plan_lines(conv, DTYPE[x.dtype], vectors, current_device()):
         return _forward_lines(lines, x, w, bias, y, relu, statistics and x.dtype == bfloat16)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
-    taken = statistics and bool(plan.defines["WARPGROUP"]) and x.dtype == bfloat16
-    parts = empty((plan.parts, 2, conv.out_channels), float32) if taken else None
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu), "STATISTICS": int(taken)}
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
-    arrays = x, packed, bias, y, parts, plan.problem
+    arrays = x, packed, bias, y, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
-    return Parts(parts, y.size // conv.out_channels) if taken else None
+    return None
 
 
 def _forward_lines(
@@ -187,6 +184,19 @@ class _Geometry(NamedTuple):
         return ceil_div(self.conv.out_height, self.rows)
 
     @property
+    def new(self) -> int:
+        """Rows of the image that a step to the next row of pixels adds."""
+        return min(self.conv.stride[0], self.conv.kernel[0])
+
+    def ring(self, row_bytes: int) -> int:
+        """Bytes of the rows under a filter and of those that a step adds."""
+        return (self.conv.kernel[0] + self.new) * row_bytes
+
+    def under_way(self, tile_m: int = 0) -> int:
+        """Bytes of what STAGES steps add: their new rows, and so many channels of a row of dy."""
+        return STAGES * (self.columns * tile_m + self.new * self.length) * 2
+
+    @property
     def start(self) -> tuple[int, int]:
         """First value of the leftmost tile's rows, a multiple of eight, and where the first window starts there."""
         window = -self.conv.padding[1] * self.conv.channels
@@ -226,17 +236,14 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     itemsize, word = (2, 2) if code else (4, 1)  # bytes of a value, values of a word
-    split, together = step % word, code > 0 and device.arch == HOPPER
+    split = step % word
     lead = 0 if split else conv.padding[1] * conv.channels % word
-    groups = ceil_div(window + (lead if together else split | lead), GROUP)
+    groups = ceil_div(window + (split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, word)
     tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
     registers = steps * tile_n // 4  # that hold the filter
-    resident = registers <= HELD and not together
+    resident = registers <= HELD
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
-    if together:
-        tile_n = 32 if conv.out_channels <= 32 else 64
-        registers, words = 4 * (steps if steps <= AT_ONCE else 8), ceil_div(conv.kernel[0] * groups, 8) * tile_n * 32
 
     def shared(tile: _Geometry) -> int:
         return 4 * tile_n + 2 * itemsize * tile.values + (0 if resident else 4 * words) + 4
@@ -246,8 +253,6 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     tiles_n = ceil_div(conv.out_channels, tile_n)
     # A fifth block leaves float32, whose fragments of pixels are twice as large, too few registers on older devices.
     blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident else 2
-    if together:  # with sums of statistics
-        blocks = max(2, min(_blocks(tile_n + registers + 45), HOPPER_SHARED // (shared(tile) + 1024)))
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -256,11 +261,9 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     )
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
-        "FRAGMENTS": 1 if resident or together else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
-        "WARPGROUP": int(together),
+        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
     }  # fmt: skip
-    parts = conv.images * tile.tiles * tile.segments * WARPS
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, parts)
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
 
 
 def _filter_columns(columns: int, steps: int, kinds: int) -> int:
@@ -306,13 +309,12 @@ def plan_lines(conv: Convolution, code: int, vectors: tuple[int, int], device: D
     steps = conv.kernel[0] * ceil_div(across, 2)
     if steps > LINE_STEPS:
         return None
-    new = min(conv.stride[0], conv.kernel[0])
-    rings = (conv.kernel[0] + new) * (1 + (conv.kernel[1] % conv.stride[1] != 0))
+    rings = 2 if conv.kernel[1] % conv.stride[1] else 1  # where a window ends within a group
 
     def shared(tile: _Geometry) -> int:
         width = 64 if tile.columns <= 64 else 128
-        rows = STAGES * new * tile.length * 2
-        return width * 128 + rows + rings * (width - 1 + across) * 16 + across % 2 * width * 16
+        lines = rings * tile.ring((width - 1 + across) * 16)
+        return width * 128 + tile.under_way() + lines + across % 2 * width * 16
 
     tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
     width = 64 if tile.columns <= 64 else 128
@@ -320,15 +322,13 @@ def plan_lines(conv: Convolution, code: int, vectors: tuple[int, int], device: D
     blocks = min(_blocks(width // 2 + 4 * steps + 48), HOPPER_SHARED // (shared(tile) + 1024))
     columns = conv.images * tile.segments * tiles_n
     part = 256 // width  # rows
-    warm_up = (conv.kernel[0] - 1) // new
-    rows = (
-        _strip(ceil_div(conv.out_height, part), columns, blocks * device.multiprocessors, warm_up / part + 0.5) * part
-    )
+    start = 0.5 + (conv.kernel[0] - 1) // tile.new / part
+    rows = part * _strip(ceil_div(conv.out_height, part), columns, blocks * device.multiprocessors, start)
     strips = ceil_div(conv.out_height, rows)
     sizes = {name: size for name, size in tile.sizes.items() if name in _LINES.names}
     problem = argument(_LINES, **sizes, columns=conv.out_channels, strips=strips, strip_rows=rows, tiles_n=tiles_n)
     defines = tile.defines(code, vectors[0]) | {
-        "WIDTH": width, "BLOCKS": blocks, "STAGES": STAGES, "VEC_Y": min(vectors[1], 8),
+        "WIDTH": width, "BLOCKS": blocks, "STAGES": STAGES, "VEC_Y": vectors[1],
     }  # fmt: skip
     parts = conv.images * tile.segments * ceil_div(conv.out_height, part)
     return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * steps * THREADS, parts)
@@ -346,12 +346,6 @@ class _Block(NamedTuple):
     defines: dict[str, int]
 
 
-def _rows_bytes(tile: _Geometry, tile_m: int) -> int:
-    """Of a stage: a row of dy, and the new rows of x."""
-    new = min(tile.conv.stride[0], tile.conv.kernel[0])
-    return (tile.columns * tile_m + new * tile.length) * 2
-
-
 def _in_pairs(conv: Convolution) -> _Block:
     """For mma.sync, as in stem_pairs.cuh."""
     groups = ceil_div(conv.kernel[1] * conv.channels, GROUP)
@@ -362,10 +356,9 @@ def _in_pairs(conv: Convolution) -> _Block:
     columns = ceil_div(fragments, tiles_n * warps_n)
 
     def shared(tile: _Geometry) -> int:
-        behind = round_up((tile.step // 2 + 1) * 4, 16)
-        ring = (conv.kernel[0] + min(conv.stride[0], conv.kernel[0])) * tile.length * 4
+        behind = STAGES * round_up((tile.step // 2 + 1) * 4, 16)
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
-        return max(STAGES * (_rows_bytes(tile, tile_m) + behind) + ring, sums)
+        return max(tile.under_way(tile_m) + behind + tile.ring(tile.length * 4), sums)
 
     tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
     ragged = int(conv.out_width % tile.columns != 0)
@@ -377,12 +370,11 @@ def _in_pairs(conv: Convolution) -> _Block:
 def _in_lines(conv: Convolution) -> _Block | None:
     """For wgmma, as in stem_windows.cuh; None where it does not apply, or strips would be ragged."""
     across = _across(conv)
-    if across is None or across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS or conv.out_channels <= 32:
+    if across is None or across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS or conv.out_channels <= 16:
         return None
 
     def shared(tile: _Geometry) -> int:
-        ring = (conv.kernel[0] + min(conv.stride[0], conv.kernel[0])) * ((tile.columns - 1) * 16 + 2 * LINE_VALUES)
-        return STAGES * _rows_bytes(tile, 64) + ring
+        return tile.under_way(64) + tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
 
     tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
     if conv.out_width % tile.columns:
