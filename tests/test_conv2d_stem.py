@@ -158,7 +158,8 @@ def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     assert weight.size * problem["chunk"] >= problem["strips"] > (weight.size - 1) * problem["chunk"]
     new = min(conv.stride[0], conv.kernel[0])
     stage = defines["TILE_Q"] * defines["TILE_M"] + new * _length(defines)
-    row = defines["TILE_Q"] * 16 + 48 if defines["WARPGROUP"] else _length(defines) * 4
+    windows = defines["TILE_Q"] - 1 - (-conv.kernel[1] // conv.stride[1])
+    row = windows * 16 * 2 if defines["WARPGROUP"] else _length(defines) * 4
     assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * row
 
 

@@ -33,7 +33,7 @@ GROUP = 8  # values of a filter's row that a fragment takes at a time
 WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
-LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
+LINE_SUMS = 32  # groups of columns of a weight gradient on Hopper, at most: their sums take half of the registers
 LINE_STEPS = 16  # products of the depth whose filters a thread can hold
 STAGES = 3  # of rows under way
 PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
@@ -370,16 +370,17 @@ def _in_pairs(conv: Convolution) -> _Block:
 def _in_lines(conv: Convolution) -> _Block | None:
     """For wgmma, as in stem_windows.cuh; None where it does not apply, or strips would be ragged."""
     across = _across(conv)
-    if across is None or across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS or conv.out_channels <= 16:
+    rows = 4 if conv.kernel[0] <= 4 else 8  # of a filter, in a product
+    if across is None or conv.kernel[0] > rows or across * rows > LINE_SUMS or conv.out_channels <= 16:
         return None
 
     def shared(tile: _Geometry) -> int:
-        return tile.under_way(64) + tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
+        return tile.under_way(64) + 2 * tile.ring((tile.columns - 1 + across) * 16)
 
     tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
     if conv.out_width % tile.columns:
         return None
-    registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
+    registers = across * rows * 4 + tile.columns // 4 + 64
     blocks = min(_blocks(registers), HOPPER_SHARED // (shared(tile) + 1024))
     return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
 

@@ -35,8 +35,9 @@
 constexpr int NEW = STRIDE_H < KERNEL_H ? STRIDE_H : KERNEL_H;
 constexpr int WARMUP = (KERNEL_H - 1) / NEW;
 constexpr int RING = KERNEL_H + NEW;
-constexpr int ROW_BYTES = (WIDTH - 1 + (KERNEL_W + STRIDE_W - 1) / STRIDE_W) * 16;
-#define CUT (KERNEL_W % STRIDE_W != 0)
+constexpr int WINDOWS = WIDTH;
+#define AGAIN (KERNEL_W % STRIDE_W != 0)
+#define CUT 1
 #include "stem_lines.cuh"
 
 struct Problem {
@@ -52,7 +53,6 @@ constexpr int STEPS = KERNEL_H * PAIRS;      // products of the depth
 constexpr int TILE_N = 64;                   // filters of a block
 constexpr int PART = 256 / WIDTH;            // rows whose squares float32 adds up without loss
 constexpr int SLAB_BYTES = WIDTH * 128;      // a row of the output
-constexpr int RING_BYTES = RING * ROW_BYTES;
 
 // One lane's words of a step of the filter per thread.
 extern "C" __global__ void conv2d_stem_lines_pack_kernel(const T* __restrict__ filter, uint4* __restrict__ packed, int columns,
@@ -81,9 +81,9 @@ DEVICE u64 windows_at(u32 address, u32 further) {
 
 // Of pair `k` of groups, in the line at `row` bytes: of the last group what a window sees, behind it zeros.
 DEVICE u64 pair_at(u32 ring, int row, int k) {
-    constexpr int ZEROS = (CUT ? 2 : 1) * RING_BYTES;
-    const int first = row + 2 * k * 16 + (CUT && 2 * k == ACROSS - 1 ? RING_BYTES : 0);
-    const int second = 2 * k + 1 == ACROSS ? ZEROS : row + (2 * k + 1) * 16 + (CUT && 2 * k + 2 == ACROSS ? RING_BYTES : 0);
+    constexpr int ZEROS = (AGAIN ? 2 : 1) * RING_BYTES;
+    const int first = row + 2 * k * 16 + (AGAIN && 2 * k == ACROSS - 1 ? RING_BYTES : 0);
+    const int second = 2 * k + 1 == ACROSS ? ZEROS : row + (2 * k + 1) * 16 + (AGAIN && 2 * k + 2 == ACROSS ? RING_BYTES : 0);
     return windows_at(ring + first, second - first);
 }
 
@@ -151,7 +151,7 @@ conv2d_stem_lines_kernel(const T* __restrict__ x, const uint4* __restrict__ pack
         if (bias && column < p.columns) shifts[i] = bias[column];
     }
     if (ACROSS % 2 && threadIdx.x < WIDTH)
-        reinterpret_cast<uint4*>(ring + (CUT ? 2 : 1) * RING_BYTES)[threadIdx.x] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(ring + (AGAIN ? 2 : 1) * RING_BYTES)[threadIdx.x] = make_uint4(0, 0, 0, 0);
     await_copies<STAGES - 1>();
     __syncthreads();
     int slot = KERNEL_H - NEW, first = 0;  // of the ring: where the next new rows go; the row under the filter's first

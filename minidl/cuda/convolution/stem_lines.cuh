@@ -6,9 +6,9 @@
 // matrix when nothing is swizzled; the next eight values begin 16 bytes further and the next eight windows 128. A matrix of
 // all windows is so read from lines that hold each pixel once.
 //
-// Macros besides those of stem.cuh: the includer's NEW, rows of the image that a step adds to a ring of RING lines, ROW_BYTES
-// of a line, and CUT: 1 when lines are wanted a second time, behind the ring, with the last pixels of each group cut off that
-// a window whose last group it is does not see.
+// Macros besides those of stem.cuh: the includer's NEW, rows of the image that a step adds to a ring of RING lines; AGAIN: 1
+// when all are wanted a second time, behind the ring, and CUT: 1 when there without the last pixels of each group that a
+// window whose last group it is does not see.
 #pragma once
 #include "hopper.cuh"
 
@@ -20,6 +20,8 @@ static_assert(GROUP % STRIDE_W == 0 && CHANNELS <= WIDE);
 constexpr int LENGTH = row_length((ACROSS * STEP + GROUP - 1) / GROUP);
 constexpr int LINE = TILE_Q - 1 + ACROSS;  // groups of a line that are read by its windows
 constexpr int ROWS_BYTES = NEW * LENGTH * 2;
+constexpr int ROW_BYTES = (WINDOWS - 1 + ACROSS) * 16;  // of a line of which WINDOWS are read
+constexpr int RING_BYTES = RING * ROW_BYTES;
 
 // Rewrites NEW rows of LENGTH values, whose first window begins at `shift`, as lines, from row `slot` of the ring on.
 DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, int shift) {
@@ -38,11 +40,11 @@ DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, in
         }
         uint4* const to = reinterpret_cast<uint4*>(ring + place * ROW_BYTES + group * 16);
         *to = make_uint4(word[0], word[1], word[2], word[3]);
-        if (CUT) {
+        if (AGAIN) {
 #pragma unroll
             for (int k = 0; k < 4; ++k)
-                if (k * 2 >= SEEN * WIDE) word[k] = 0;
-            to[RING * ROW_BYTES / 16] = make_uint4(word[0], word[1], word[2], word[3]);
+                if (CUT && k * 2 >= SEEN * WIDE) word[k] = 0;
+            to[RING_BYTES / 16] = make_uint4(word[0], word[1], word[2], word[3]);
         }
     }
     fence_for_engine();
