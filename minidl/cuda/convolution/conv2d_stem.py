@@ -375,7 +375,8 @@ def _in_lines(conv: Convolution) -> _Block | None:
         return None
 
     def shared(tile: _Geometry) -> int:
-        return tile.under_way(64) + 2 * tile.ring((tile.columns - 1 + across) * 16)
+        line = (tile.columns - 1 + across) * 16
+        return tile.under_way(64) + tile.ring(line) + max(tile.ring(line), (rows - 1) * line)
 
     tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
     if conv.out_width % tile.columns:

@@ -24,8 +24,9 @@
 // warp; WARPS_N warps side by side along the columns, the others share the pixels; RAGGED: 1 when a strip may be narrower
 // than TILE_Q: windows behind its end must not be multiplied even by zero, for they may be infinite.
 // Grid: chunks, row tiles, column tiles, the last fastest.
-// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, or if that is more what warps
-// leave to each other at the end, of pairs WARPS_N * TILE_M * COLUMNS * 32 bytes.
+// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, of lines RING or, if that is
+// more, ROWS - 1 of them besides; or if that is more what warps leave to each other at the end, of pairs
+// WARPS_N * TILE_M * COLUMNS * 32 bytes.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: dy once per column tile, x once per row and column tile and strip; 4 * chunks * |dw| twice.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.

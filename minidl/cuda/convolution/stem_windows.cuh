@@ -1,7 +1,7 @@
 // Products of conv2d_stem_weight.cu on sm_90a, from lines (stem_lines.cuh): the windows as columns, across the depth, which are
 // the pixels. A product has one group of eight values of each of ROWS rows of a filter, and there is one for each group of a
 // window. What is not of the filter is summed and not written. Rows must be equally far apart: the ring stands there twice, so
-// that they follow each other wherever in it they begin. dy comes from registers: in shared memory each product of so few
+// that they follow each other wherever in it they begin, and of a low filter a product reads on behind it. dy comes from registers: in shared memory each product of so few
 // columns would read it anew. (Products of four groups of one row, 32 columns, seven for four of these: 190 us for 7x7 of three
 // channels, 256x112x112x64, on an H200, where the bytes take 121.)
 #pragma once
