@@ -37,7 +37,7 @@ def compiled(monkeypatch):
 def test_the_kernels_of_a_step_are_those_of_its_parts_each_once():
     found = kernels(BUILT_IN["H200"])
     stems = {stem for stem, _ in found}
-    assert {"conv2d_hopper", "conv2d_stem_lines", "batch_norm", "activation", "loss", "optim", "channel_sum"} <= stems
+    assert {"conv2d_hopper", "conv2d_stem", "batch_norm", "activation", "loss", "optim", "channel_sum"} <= stems
     assert len(set(found)) == len(found)
     assert not any(stem.endswith("hopper") for stem, _ in kernels(BUILT_IN["A100"]))
     assert set(kernels(BUILT_IN["H200"], fusion="elementwise")) != set(found)

@@ -5,8 +5,7 @@
 // An implicit matrix product of rows (output pixels) x columns (output channels), as in conv2d.cu; but with so few
 // channels a gather by taps would copy two to eight bytes at a time. Instead the image rows under a tile of output
 // pixels lie in shared memory as they are (stem.cuh), each pixel's windows are read from there straight into the
-// fragments of the matrix units, and the filter stays in registers (RESIDENT) over all tiles of a block. On sm_90 it does
-// what conv2d_stem_lines.cu does not: TF32, strides of 3 and of 4 with more than two channels, and deep filters.
+// fragments of the matrix units, and the filter stays in registers (RESIDENT) over all tiles of a block.
 //
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
 //   filter    (K, KERNEL_H, KERNEL_W, CHANNELS) dense                        T
@@ -17,12 +16,23 @@
 // The depth runs over the filter's rows, each padded to whole groups of eight. Fragments are made of words, of 16-bit
 // types aligned pairs of values. Where their windows start one value off, the filter rows are moved by one instead (the
 // lead): a zero comes first. Where STRIDE_W * CHANNELS is odd, every other window does; even and odd pixels then go to
-// different fragments, and each warp has fragments of one kind only, with a filter of its own. What a word
+// different fragments, and each warp has fragments of one kind only (APART: with a filter of its own). What a word
 // holds beyond a window is cut off, for it may be infinite.
 //
 // Columns are dealt out to fragments such that a thread's sums are 16 bytes of neighbouring channels, written at once.
 // The threads of neighbouring pixels swap every other of these first, for stores of whole lines, or of half of one
 // where a block has no more.
+//
+// On sm_90, of 16-bit types (WARPGROUP), the four warps multiply together: fragments of 64 pixels from registers, filled
+// the same way (windows that start one value off are moved there), with a filter in shared memory. mma.sync has five
+// eighths of its rate, and a filter in registers leaves room for two blocks a multiprocessor, whose loads, products and
+// stores hardly overlap: 7x7 of three channels, 256x112x112x64 on an H200, take 213 us so, 191 together. (Bytes 116 us,
+// products 80 at the full rate; what holds it back is not known. Products of a fragment while the sums of the one before
+// are stored: ptxas then makes each wait for the last.)
+//
+// With STATISTICS, of bfloat16, each warp leaves sums and sums of squares of what it stores of a tile (conv2d_columns.cuh
+// has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float. That takes 58 us
+// more there, the merge included, where a pass of its own takes 104.
 //
 // Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
 // LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
@@ -35,6 +45,11 @@
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
 #include "stem.cuh"
+#if WARPGROUP
+#include "hopper.cuh"
+#else
+#define STATISTICS 0
+#endif
 
 struct Problem {
     int height, values;  // of x: rows, values of a row
@@ -46,8 +61,9 @@ struct Problem {
 
 constexpr int WORD = 4 / sizeof(T);  // values of a word
 constexpr bool SPLIT = WORD == 2 && STEP % 2 == 1;
+constexpr bool APART = SPLIT && !WARPGROUP;
 constexpr int KINDS = SPLIT ? 2 : 1;  // of fragments, by where their windows start
-constexpr int GROUPS_W = (WINDOW + (SPLIT || LEAD) + GROUP - 1) / GROUP;
+constexpr int GROUPS_W = (WINDOW + (APART || LEAD) + GROUP - 1) / GROUP;
 constexpr int GROUPS = KERNEL_H * GROUPS_W;
 constexpr int STEPS = (GROUPS + WORD - 1) / WORD;  // products of a group for each value of a word; the last may have less
 constexpr int COLUMNS = TILE_N / 8;      // fragments of columns
@@ -60,6 +76,13 @@ constexpr int TEAM = WARPS / KINDS;                    // warps that share the f
 constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to the one eight rows of the fragment below
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
+#if WARPGROUP
+// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each column.
+constexpr int BLOCK_BYTES = TILE_N * 128;
+struct Packed {
+    static constexpr int TILE_WORDS = (GROUPS + 7) / 8 * BLOCK_BYTES / 4;
+};
+#else
 // The filter as fragments of columns: for each column tile, kind and step of the depth, COLUMNS fragments b[2] of
 // mma.cuh, two of them in a uint4 per lane.
 struct Packed {
@@ -67,6 +90,7 @@ struct Packed {
     static constexpr int KIND_VECTORS = STEPS * STEP_VECTORS;
     static constexpr int TILE_WORDS = KINDS * KIND_VECTORS * 4;
 };
+#endif
 
 #if DTYPE
 #include "stem_half.cuh"
@@ -80,15 +104,22 @@ extern "C" __global__ void conv2d_stem_pack_kernel(const T* __restrict__ filter,
     await_predecessor();
     const int index = blockIdx.x * blockDim.x + threadIdx.x;
     if (index >= words) return;
+#if WARPGROUP
+    const int place = index % Packed::TILE_WORDS, column = place / 32 % TILE_N, lane = index % 4;
+    const int group = place / (BLOCK_BYTES / 4) * 8 + (place / 4 % 8 ^ column % 8), step = group / 2, half = group % 2;
+    const int kind = 0, channel = index / Packed::TILE_WORDS * TILE_N + channel_of(column / 8, column % 8);
+#else
     const int half = index % 2, lane = index / 4 % 32;
     const int j = index / 128 % (COLUMNS / 2) * 2 + index / 2 % 2;
     const int step = index / (Packed::STEP_VECTORS * 4) % STEPS;
     const int kind = index / (Packed::KIND_VECTORS * 4) % KINDS;
     const int channel = index / Packed::TILE_WORDS * TILE_N + channel_of(j, lane / 4);
+#endif
     const T* const of_channel = filter + channel * (KERNEL_H * WINDOW);
-    packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, SPLIT ? kind : LEAD) : 0;
+    packed[index] = channel < columns ? filter_word(of_channel, step, half, lane, APART ? kind : LEAD) : 0;
 }
 
+#if !WARPGROUP
 // The filter's fragments of one step.
 struct Step {
     u32 b[COLUMNS][2];
@@ -101,6 +132,7 @@ struct Step {
         }
     }
 };
+#endif
 
 constexpr int PART = 4 * WORD;  // values of 16 bytes
 
@@ -179,9 +211,79 @@ struct OutputRow {
     }
 };
 
+#if WARPGROUP
+// Sums of a fragment of each warp, at `window`, over the whole depth; as many steps at once as registers hold.
+DEVICE void multiply_together(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask, u32 lead,
+                              u64 filter) {
+    constexpr int AT_ONCE = STEPS <= 12 ? STEPS : 8;
+    float (&d)[COLUMNS * 4] = reinterpret_cast<float (&)[COLUMNS * 4]>(sum);
+#pragma unroll
+    for (int begin = 0; begin < STEPS; begin += AT_ONCE) {
+        u32 a[AT_ONCE][4];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (begin + i < STEPS) gather(a[i], window, mask, begin + i, lead);
+        product_fence();
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i) {
+            const int s = begin + i;
+            if (s < STEPS) multiply(d, a[i], filter + operand_step(s / 4 * BLOCK_BYTES + s % 4 * 32), s);
+        }
+        commit_products();
+        await_products<0>();
+    }
+    settle(d);
+}
+#endif
+
+// A thread's sums and sums of squares of what a warp stores of a tile; up to 256 values of a channel, which float32
+// adds up without loss.
+struct Tally {
+    static constexpr int HALF = COLUMNS * 2;  // channels of a thread
+    float v[2 * HALF] = {};
+
+    // A pixel's row of sums, as `OutputRow::write` rounds them.
+    __device__ __forceinline__ void take(const float (&sum)[COLUMNS][4], int half, const float* bias) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            u32 word[4];
+            float low = sum[j][2 * half], high = sum[j][2 * half + 1];
+            add_bias(bias, j, low, high);
+            put_pair(word, j, low, high);
+            const float first = __uint_as_float(word[j % 4] << 16), second = __uint_as_float(word[j % 4] & 0xffff0000u);
+            v[2 * j] += first, v[2 * j + 1] += second;
+            v[HALF + 2 * j] = fmaf(first, first, v[HALF + 2 * j]);
+            v[HALF + 2 * j + 1] = fmaf(second, second, v[HALF + 2 * j + 1]);
+        }
+    }
+
+    // Adds up over the lanes of the same channels, each of which keeps a half of what is left; to (2, K). Begins anew.
+    __device__ __forceinline__ void leave(float* to, int first_column, int columns) {
+        const u32 lane = threadIdx.x % 32;
+        int left = HALF;
+#pragma unroll
+        for (int offset = 16; offset >= 4; offset /= 2, left /= 2) {
+            const bool upper = lane & offset;
+#pragma unroll
+            for (int i = 0; i < HALF; ++i) {
+                if (i >= left) break;
+                const float kept = upper ? v[left + i] : v[i], given = upper ? v[i] : v[left + i];
+                v[i] = kept + __shfl_xor_sync(0xffffffffu, given, offset);
+            }
+        }
+        constexpr int OWN = HALF / 4;  // channels that are left, neighbours
+        const int j = lane / 4 % 4 * (OWN / 2), channel = first_column + channel_of(j, lane % 4 * 2);
+#pragma unroll
+        for (int i = 0; i < OWN; ++i)
+            if (channel + i < columns) to[lane / 16 * columns + channel + i] = v[i];
+#pragma unroll
+        for (float& value : v) value = 0.0f;
+    }
+};
+
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, const float* __restrict__ bias,
-                   T* __restrict__ output, const __grid_constant__ Problem p) {
+                   T* __restrict__ output, float* __restrict__ partial, const __grid_constant__ Problem p) {
     await_predecessor();
     extern __shared__ __align__(1024) unsigned char base[];
     constexpr int BUFFER = ROWS * LENGTH * sizeof(T), FILTER = RESIDENT ? 0 : Packed::TILE_WORDS * 4;
@@ -221,8 +323,9 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
 
     const int kind = SPLIT ? warp % 2 : 0;
     const int shift = p.shift + kind * STEP, lead = shift % WORD;
-    const Mask mask(lead);
+    const Mask mask(WARPGROUP ? LEAD : lead);
     const int start = (shift - lead + lane / 4 * (KINDS * STEP) + lane % 4 * WORD) * int(sizeof(T));  // bytes
+#if !WARPGROUP
     const int kind_vectors = (SPLIT ? lead : 0) * Packed::KIND_VECTORS + lane;
 
     Step held[RESIDENT ? STEPS : 1];
@@ -230,15 +333,23 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
 #pragma unroll
         for (int s = 0; s < STEPS; ++s) held[s].load(packed + kind_vectors + s * Packed::STEP_VECTORS);
     }
+#endif
+
+    Tally tally;
     for (int tile = 0; tile < tiles; ++tile) {
         await_copies<0>();
+#if WARPGROUP
+        if (tile == 0) fence_for_engine();  // the filter
+#endif
         __syncthreads();  // this tile is there for all, and the one before it is no longer read
         if (tile + 1 < tiles) copy(tile + 1);
         const unsigned char* window = shared + tile % 2 * BUFFER + start;
         const int tile_p = first_p + tile * TILE_P;
         for (int first = 0; first < TILE_FRAGMENTS; first += TEAM * FRAGMENTS) {
             const int fragment = first + warp / KINDS;
-            if (fragment >= TILE_FRAGMENTS || tile_p + fragment / ROW_FRAGMENTS >= p.out_height) break;
+            // All warps multiply, or none: those of fragments that do not exist take the last.
+            const int known = WARPGROUP ? first : fragment;
+            if (known >= TILE_FRAGMENTS || tile_p + known / ROW_FRAGMENTS >= p.out_height) break;
             const unsigned char* at[FRAGMENTS];
             float sum[FRAGMENTS][COLUMNS][4] = {};
 #pragma unroll
@@ -247,12 +358,16 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                 at[i] = window + (index / ROW_FRAGMENTS * (STRIDE_H * LENGTH) +
                                   index % ROW_FRAGMENTS * (ROW_PIXELS * STEP)) * int(sizeof(T));
             }
+#if WARPGROUP
+            multiply_together(sum[0], at[0], mask, lead, operand(shared_address(base)));
+#else
 #pragma unroll
             for (int s = 0; s < STEPS; ++s) {
                 if (!RESIDENT) held[0].load(filter + kind_vectors + s * Packed::STEP_VECTORS);
 #pragma unroll
                 for (int i = 0; i < FRAGMENTS; ++i) multiply(sum[i], at[i], mask, held[RESIDENT ? s : 0].b, s);
             }
+#endif
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {
                 const int index = fragment + i * TEAM;
@@ -263,9 +378,17 @@ conv2d_stem_kernel(const T* __restrict__ x, const uint4* __restrict__ packed, co
                     p.columns, p.columns - first_column};
                 const int q = first_q + index % ROW_FRAGMENTS * ROW_PIXELS + lane / 4 * KINDS + kind;
 #pragma unroll
-                for (int half = 0; half < 2; ++half)
-                    to.write(sum[i], half, q + half * 8 * KINDS, bias ? shifts : nullptr);
+                for (int half = 0; half < 2; ++half) {
+                    const int pixel = q + half * 8 * KINDS;
+                    to.write(sum[i], half, pixel, bias ? shifts : nullptr);
+                    if (STATISTICS && pixel < p.out_width) tally.take(sum[i], half, bias ? shifts : nullptr);
+                }
             }
+        }
+        if constexpr (STATISTICS) {
+            const i64 row = image * ceil_div(p.out_height, TILE_P) + tile_p / TILE_P;
+            const i64 part = (row * p.segments + first_q / TILE_Q) * WARPS + warp;
+            tally.leave(partial + part * 2 * p.columns, first_column, p.columns);
         }
     }
 }

@@ -17,7 +17,6 @@ from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
@@ -33,20 +32,17 @@ GROUP = 8  # values of a filter's row that a fragment takes at a time
 WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
-LINE_SUMS = 32  # groups of columns of a weight gradient on Hopper, at most: their sums take half of the registers
-LINE_STEPS = 16  # products of the depth whose filters a thread can hold
+LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
 STAGES = 3  # of rows under way
 PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
+AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
 HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
 
 _FORWARD = struct(
     "",
     "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
-)
-_LINES = struct(
-    "", "height values out_height out_width columns padding_h first shift strips strip_rows segments tiles_n"
 )
 _WEIGHT = struct(
     "dy_pitch",
@@ -60,7 +56,7 @@ class StemPlan(NamedTuple):
 
     Attributes:
         size: forward, words of the packed filter; of a weight gradient, the partials left to be summed.
-        parts: of statistics, that are left.
+        parts: of statistics, that warps leave.
     """
 
     grid: int
@@ -93,37 +89,21 @@ def forward(
     """``y`` = the convolution of x with w, plus bias; all of the shapes and types that `conv2d` promises.
 
     With ``relu``, the output of a ReLU over that. Returns its statistics where they are asked for and the kernel takes
-    them: on Hopper, of bfloat16, from lines.
+    them: on Hopper, of bfloat16.
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
     vectors = _row_vector(conv, x), vector_width(y)
-    if lines := plan_lines(conv, DTYPE[x.dtype], vectors, current_device()):
-        return _forward_lines(lines, x, w, bias, y, relu, statistics and x.dtype == bfloat16)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
+    taken = statistics and bool(plan.defines["WARPGROUP"]) and x.dtype == bfloat16
+    parts = empty((plan.parts, 2, conv.out_channels), float32) if taken else None
     packed = empty(plan.size, np.uint32)
     sizes = np.int32(conv.out_channels), np.int32(plan.size)
-    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu)}
+    grid, defines = ceil_div(plan.size, THREADS), plan.defines | {"RELU": int(relu), "STATISTICS": int(taken)}
     launch("conv2d_stem", "conv2d_stem_pack_kernel", grid, THREADS, w, packed, *sizes, defines=defines)
-    arrays = x, packed, bias, y, plan.problem
+    arrays = x, packed, bias, y, parts, plan.problem
     launch("conv2d_stem", "conv2d_stem_kernel", plan.grid, THREADS, *arrays, defines=defines, shared=plan.shared)
-    return None
-
-
-def _forward_lines(
-    plan: StemPlan, x: Any, w: Any, bias: Any | None, y: Any, relu: bool, statistics: bool
-) -> Parts | None:
-    parts = empty((plan.parts, 2, y.shape[-1]), float32) if statistics else None
-    packed = empty(4 * plan.size, np.uint32)
-    defines = plan.defines | {"RELU": int(relu), "STATISTICS": int(statistics)}
-    args = w, packed, *ints(y.shape[-1], plan.size)
-    grid = ceil_div(plan.size, THREADS)
-    launch("conv2d_stem_lines", "conv2d_stem_lines_pack_kernel", grid, THREADS, *args, defines=defines)
-    args = x, packed, bias, y, parts, plan.problem
-    launch(
-        "conv2d_stem_lines", "conv2d_stem_lines_kernel", plan.grid, THREADS, *args, defines=defines, shared=plan.shared
-    )
-    return Parts(parts, y.size // y.shape[-1]) if statistics else None
+    return Parts(parts, y.size // conv.out_channels) if taken else None
 
 
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
@@ -192,8 +172,8 @@ class _Geometry(NamedTuple):
         """Bytes of the rows under a filter and of those that a step adds."""
         return (self.conv.kernel[0] + self.new) * row_bytes
 
-    def under_way(self, tile_m: int = 0) -> int:
-        """Bytes of what STAGES steps add: their new rows, and so many channels of a row of dy."""
+    def under_way(self, tile_m: int) -> int:
+        """Bytes of what STAGES steps of a weight gradient bring: new rows, and so many channels of a row of dy."""
         return STAGES * (self.columns * tile_m + self.new * self.length) * 2
 
     @property
@@ -236,14 +216,17 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     """The launch of conv2d_stem.cu. ``vectors``: values per access to x and y."""
     window, step = conv.kernel[1] * conv.channels, conv.stride[1] * conv.channels
     itemsize, word = (2, 2) if code else (4, 1)  # bytes of a value, values of a word
-    split = step % word
+    split, together = step % word, code > 0 and device.arch == HOPPER
     lead = 0 if split else conv.padding[1] * conv.channels % word
-    groups = ceil_div(window + (split | lead), GROUP)
+    groups = ceil_div(window + (lead if together else split | lead), GROUP)
     steps = ceil_div(conv.kernel[0] * groups, word)
     tile_n = _filter_columns(conv.out_channels, steps, 1 + split)
     registers = steps * tile_n // 4  # that hold the filter
-    resident = registers <= HELD
+    resident = registers <= HELD and not together
     words = 32 * (1 + split) * registers  # of the packed filter, per column tile
+    if together:
+        tile_n = 32 if conv.out_channels <= 32 else 64
+        registers, words = 4 * (steps if steps <= AT_ONCE else 8), ceil_div(conv.kernel[0] * groups, 8) * tile_n * 32
 
     def shared(tile: _Geometry) -> int:
         return 4 * tile_n + 2 * itemsize * tile.values + (0 if resident else 4 * words) + 4
@@ -253,6 +236,8 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     tiles_n = ceil_div(conv.out_channels, tile_n)
     # A fifth block leaves float32, whose fragments of pixels are twice as large, too few registers on older devices.
     blocks = min(_blocks(tile_n // 2 + registers + 40), 5 if code else 4) if resident else 2
+    if together:  # with sums of statistics
+        blocks = max(2, min(_blocks(tile_n + registers + 45), HOPPER_SHARED // (shared(tile) + 1024)))
     columns = conv.images * tile.segments * tiles_n
     strip = _strip(tile.tiles, columns, blocks * device.multiprocessors)
     strips = ceil_div(tile.tiles, strip)
@@ -261,9 +246,11 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
     )
     defines = tile.defines(code, vectors[0]) | {
         "TILE_P": tile.rows, "TILE_N": tile_n, "LEAD": lead, "RESIDENT": int(resident),
-        "FRAGMENTS": 1 if resident else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "FRAGMENTS": 1 if resident or together else min(SHARING, fragments), "BLOCKS": blocks, "VEC_Y": vectors[1],
+        "WARPGROUP": int(together),
     }  # fmt: skip
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words)
+    parts = conv.images * tile.tiles * tile.segments * WARPS
+    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * words, parts)
 
 
 def _filter_columns(columns: int, steps: int, kinds: int) -> int:
@@ -273,65 +260,19 @@ def _filter_columns(columns: int, steps: int, kinds: int) -> int:
     return 32 if columns <= 32 or (not held and (large or 0 < columns % 64 <= 32)) else 64
 
 
-def _strip(tiles: int, columns: int, resident: int, start: float = 0.5) -> int:
+def _strip(tiles: int, columns: int, resident: int) -> int:
     """How many of the ``tiles`` of each column a block should take when ``resident`` blocks run at a time.
 
-    Long strips save starts, worth ``start`` tiles each; short ones leave few multiprocessors waiting for the last.
+    Long strips save starts, worth half a tile each; short ones leave few multiprocessors waiting for the last.
     """
     return min(
-        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + start)
+        range(1, tiles + 1), key=lambda strip: ceil_div(columns * ceil_div(tiles, strip), resident) * (strip + 0.5)
     )
 
 
 def _blocks(registers: int) -> int:
     """Blocks per multiprocessor for a kernel that needs about so many registers."""
     return max(2, min(5, 65536 // THREADS // round_up(registers, 8)))
-
-
-def _across(conv: Convolution) -> int | None:
-    """Groups of a window in lines (stem_lines.cuh); None where windows would not start at multiples of 16 bytes."""
-    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1]:
-        return None
-    return ceil_div(conv.kernel[1], conv.stride[1])
-
-
-def _line_groups(conv: Convolution, across: int) -> int:
-    """Of eight values, that the rows of the image are padded to which become lines."""
-    return ceil_div(across * conv.stride[1] * conv.channels, GROUP)
-
-
-@functools.lru_cache(maxsize=256)
-def plan_lines(conv: Convolution, code: int, vectors: tuple[int, int], device: DeviceRecord) -> StemPlan | None:
-    """The launches of conv2d_stem_lines.cu; None where it does not apply. ``vectors``: values per access to x and y."""
-    across = _across(conv)
-    if not code or device.arch != HOPPER or across is None:
-        return None
-    steps = conv.kernel[0] * ceil_div(across, 2)
-    if steps > LINE_STEPS:
-        return None
-    rings = 2 if conv.kernel[1] % conv.stride[1] else 1  # where a window ends within a group
-
-    def shared(tile: _Geometry) -> int:
-        width = 64 if tile.columns <= 64 else 128
-        lines = rings * tile.ring((width - 1 + across) * 16)
-        return width * 128 + tile.under_way() + lines + across % 2 * width * 16
-
-    tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
-    width = 64 if tile.columns <= 64 else 128
-    tiles_n = ceil_div(conv.out_channels, 64)
-    blocks = min(_blocks(width // 2 + 4 * steps + 48), HOPPER_SHARED // (shared(tile) + 1024))
-    columns = conv.images * tile.segments * tiles_n
-    part = 256 // width  # rows
-    start = 0.5 + (conv.kernel[0] - 1) // tile.new / part
-    rows = part * _strip(ceil_div(conv.out_height, part), columns, blocks * device.multiprocessors, start)
-    strips = ceil_div(conv.out_height, rows)
-    sizes = {name: size for name, size in tile.sizes.items() if name in _LINES.names}
-    problem = argument(_LINES, **sizes, columns=conv.out_channels, strips=strips, strip_rows=rows, tiles_n=tiles_n)
-    defines = tile.defines(code, vectors[0]) | {
-        "WIDTH": width, "BLOCKS": blocks, "STAGES": STAGES, "VEC_Y": vectors[1],
-    }  # fmt: skip
-    parts = conv.images * tile.segments * ceil_div(conv.out_height, part)
-    return StemPlan(columns * strips, problem, defines, shared(tile), tiles_n * steps * THREADS, parts)
 
 
 class _Block(NamedTuple):
@@ -342,7 +283,7 @@ class _Block(NamedTuple):
     tiles_n: int
     shared: int
     blocks: int  # per multiprocessor
-    rounds: int
+    rounds: int  # of them
     defines: dict[str, int]
 
 
@@ -368,20 +309,21 @@ def _in_pairs(conv: Convolution) -> _Block:
 
 
 def _in_lines(conv: Convolution) -> _Block | None:
-    """For wgmma, as in stem_windows.cuh; None where it does not apply, or strips would be ragged."""
-    across = _across(conv)
-    rows = 4 if conv.kernel[0] <= 4 else 8  # of a filter, in a product
-    if across is None or conv.kernel[0] > rows or across * rows > LINE_SUMS or conv.out_channels <= 16:
+    """For wgmma, as in stem_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows be ragged."""
+    across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
+    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1] or conv.out_channels <= 32:
+        return None
+    if across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS:
         return None
 
     def shared(tile: _Geometry) -> int:
-        line = (tile.columns - 1 + across) * 16
-        return tile.under_way(64) + tile.ring(line) + max(tile.ring(line), (rows - 1) * line)
+        return tile.under_way(64) + tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
 
-    tile = _tile(conv, _line_groups(conv, across), 16, WEIGHT_WIDEST, shared, (1,))
+    groups = ceil_div(across * conv.stride[1] * conv.channels, GROUP)
+    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
     if conv.out_width % tile.columns:
         return None
-    registers = across * rows * 4 + tile.columns // 4 + 64
+    registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
     blocks = min(_blocks(registers), HOPPER_SHARED // (shared(tile) + 1024))
     return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
 

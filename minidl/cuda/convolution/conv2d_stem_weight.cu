@@ -12,7 +12,7 @@
 //   partials  (chunks, K, KERNEL_H, KERNEL_W, CHANNELS) dense                float32
 //
 // No matrix unit reads windows from rows of the image as they are. They are rewritten first: for mma.sync as pairs of pixels
-// (stem_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP, stem_windows.cuh), where windows then start at
+// (stem_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP, stem_lines.cuh), where windows then start at
 // multiples of 16 bytes and no strip is narrower than others.
 //
 // A block walks down strips of the output, TILE_Q columns wide, row by row. What is rewritten is a ring of image rows to
@@ -24,9 +24,8 @@
 // warp; WARPS_N warps side by side along the columns, the others share the pixels; RAGGED: 1 when a strip may be narrower
 // than TILE_Q: windows behind its end must not be multiplied even by zero, for they may be infinite.
 // Grid: chunks, row tiles, column tiles, the last fastest.
-// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, of lines RING or, if that is
-// more, ROWS - 1 of them besides; or if that is more what warps leave to each other at the end, of pairs
-// WARPS_N * TILE_M * COLUMNS * 32 bytes.
+// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, or if that is more what warps
+// leave to each other at the end, of pairs WARPS_N * TILE_M * COLUMNS * 32 bytes.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: dy once per column tile, x once per row and column tile and strip; 4 * chunks * |dw| twice.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
@@ -104,7 +103,7 @@ struct Gradient {
 };
 
 #if WARPGROUP
-#include "stem_windows.cuh"
+#include "stem_lines.cuh"
 #else
 #include "stem_pairs.cuh"
 #endif
@@ -116,8 +115,8 @@ conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, flo
     extern __shared__ __align__(128) unsigned char shared[];
     __shared__ int counts[STAGES];
     unsigned char* const stages = shared;  // first, for their chunks are permuted by address
-    unsigned char* const rows = stages + STAGES * Gradient::BYTES;
-    unsigned char* const ring = rows + STAGES * ROWS_BYTES;
+    unsigned char* const ring = stages + STAGES * Gradient::BYTES;
+    unsigned char* const rows = ring + RING * ROW_BYTES;
 
     u32 block = blockIdx.x;
     const u32 columns = block % p.tiles_n;

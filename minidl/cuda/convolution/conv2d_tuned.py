@@ -31,8 +31,8 @@ from minidl.cuda.device import active_dry_run, current_device, import_cupy
 SCHEMA = 1
 STEMS = (
     "conv2d", "conv2d_grouped", "conv2d_grouped_weight", "conv2d_halo", "conv2d_hopper", "conv2d_small", "conv2d_stem",
-    "conv2d_stem_lines", "conv2d_stem_weight", "conv2d_thin", "conv2d_thin_weight", "conv2d_turn", "conv2d_weight",
-    "conv2d_weight_halo", "conv2d_weight_hopper", "conv2d_weight_sum",
+    "conv2d_stem_weight", "conv2d_thin", "conv2d_thin_weight", "conv2d_turn", "conv2d_weight", "conv2d_weight_halo",
+    "conv2d_weight_hopper", "conv2d_weight_sum",
 )  # fmt: skip
 DTYPES = {"fp32": (0, 0), "tf32": (0, 1), "tf32x3": (0, 3), "bf16": (1, 0), "fp16": (2, 0)}
 

@@ -43,10 +43,9 @@ struct Image {
     // Starts the copy of ROWS rows of LENGTH values from (row, value), where `value` is a multiple of eight.
     template <int ROWS, int LENGTH>
     __device__ __forceinline__ void copy(u32 to, const T* image, int row, int value) const {
-        constexpr int VECTORS = LENGTH / VEC_X, EACH = (ROWS * VECTORS + THREADS - 1) / THREADS;
+        constexpr int VECTORS = LENGTH / VEC_X;
 #pragma unroll 4
-        for (int u = 0, i = threadIdx.x; u < EACH; ++u, i += THREADS) {
-            if (i >= ROWS * VECTORS) break;
+        for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
             const int y = i / VECTORS, x = i % VECTORS * VEC_X;
             const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
                                 static_cast<u32>(value + x) < static_cast<u32>(values);

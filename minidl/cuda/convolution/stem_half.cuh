@@ -30,25 +30,36 @@ struct Mask {
     __device__ __forceinline__ explicit Mask(int lead) : first(of(0, lead)), last(of(GROUPS_W - 1, lead)) {}
 
     __device__ __forceinline__ u32 cut(u32 pair, int group) const {
-        constexpr bool WHOLE = !SPLIT && !LEAD;
+        constexpr bool WHOLE = !APART && !LEAD;
         if (group % GROUPS_W == GROUPS_W - 1 && !(WHOLE && WINDOW % GROUP == 0)) return pair & last;
         if (group % GROUPS_W == 0 && !WHOLE) return pair & first;
         return pair;
     }
 };
 
-// A fragment times one step of the filter. `window`: a lane's word in the first pixel's first group, or with a lead the one
-// that ends with its first value.
-DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask,
-                     const u32 (&b)[COLUMNS][2], int step) {
-    u32 a[4];
+// What a lane has of a fragment of 16 pixels for one step of the filter. `window`: its word in the first pixel's first group,
+// or with `lead` the one that ends with its first value.
+DEVICE void gather(u32 (&a)[4], const unsigned char* window, const Mask& mask, int step, u32 lead) {
+    const auto pair_at = [&](const unsigned char* at) {
+        const u32* words = reinterpret_cast<const u32*>(at);
+        if (!SPLIT || APART) return words[0];
+        return __byte_perm(words[0], words[1], lead ? 0x5432 : 0x3210);
+    };
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
         const int group = 2 * step + half;
         const unsigned char* pair = window + group / GROUPS_W * (LENGTH * 2) + group % GROUPS_W * (GROUP * 2);
-        a[2 * half] = group < GROUPS ? mask.cut(*reinterpret_cast<const u32*>(pair), group) : 0;
-        a[2 * half + 1] = group < GROUPS ? mask.cut(*reinterpret_cast<const u32*>(pair + BELOW), group) : 0;
+        a[2 * half] = group < GROUPS ? mask.cut(pair_at(pair), group) : 0;
+        a[2 * half + 1] = group < GROUPS ? mask.cut(pair_at(pair + BELOW), group) : 0;
     }
+}
+
+#if !WARPGROUP
+// A fragment times one step of the filter.
+DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, const Mask& mask,
+                     const u32 (&b)[COLUMNS][2], int step) {
+    u32 a[4];
+    gather(a, window, mask, step, 0);
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         if (2 * step + 1 < GROUPS)
@@ -57,6 +68,7 @@ DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, cons
             multiply_add<true>(sum[j], a, b[j]);
     }
 }
+#endif
 
 // Two neighbouring channels, from fragment j on, as they are stored.
 DEVICE void put_pair(u32 (&part)[4], int j, float low, float high) {
