@@ -5,7 +5,7 @@
 // Rows of the product are output channels, columns the positions (r, s, c) of a filter, each filter row padded to whole
 // groups of eight, and the sum runs over the output pixels. A block sums a chunk of strips in order and leaves a
 // float32 partial; sum_partials_kernel (channel_sum.cu) adds the partials in order. What chunks and strips there are
-// depends on the sizes alone.
+// depends on the sizes, and on whether wgmma multiplies, alone.
 //
 //   dy        pixels * dy_pitch + k                                          T
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
