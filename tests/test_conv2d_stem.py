@@ -52,6 +52,10 @@ EDGES = [
     Case("3x3-c4-stride-2", (2, 13, 70, 4), (32, 3, 3), stride=(2, 2), padding=(1, 1)),
     Case("7x7-c3-stride-2", (2, 30, 64, 3), (64, 7, 7), stride=(2, 2), padding=(3, 3)),
     Case("7x7-c3-stride-2-even-padding", (2, 30, 64, 3), (64, 7, 7), stride=(2, 2), padding=(2, 2)),
+    Case("3x3-c4-two-segments-of-80", (1, 9, 160, 4), (70, 3, 3), padding=(1, 1)),
+    Case("5x6-c1-stride-3-2", (2, 20, 100, 1), (40, 5, 6), stride=(3, 2), padding=(4, 0)),
+    Case("7x11-c2-stride-4", (2, 43, 127, 2), (72, 7, 11), stride=(4, 4), padding=(2, 4)),
+    Case("1x3-c3-many-images", (70, 3, 32, 3), (64, 1, 3), stride=(2, 2), padding=(0, 1)),
     Case("7x7-c3", (1, 10, 35, 3), (64, 7, 7), padding=(3, 3)),
     Case("11x11-c3-stride-4", (1, 43, 75, 3), (96, 11, 11), stride=(4, 4), padding=(2, 2)),
     Case("11x11-c4-held-in-memory", (1, 15, 20, 4), (64, 11, 11), padding=(5, 5)),
@@ -121,6 +125,8 @@ def test_the_family_has_no_data_gradient():
 def _length(defines):
     """Values of a row in shared memory, as stem.cuh works them out."""
     window, step = defines["KERNEL_W"] * defines["CHANNELS"], defines["STRIDE_W"] * defines["CHANNELS"]
+    if "TILE_M" in defines and defines["WARPGROUP"]:
+        window = -(-defines["KERNEL_W"] // defines["STRIDE_W"]) * step
     lead = 0 if "TILE_M" in defines or not defines["DTYPE"] else max(step % 2, defines["LEAD"])
     return -(-(7 + (defines["TILE_Q"] - 1) * step + -(-(window + lead) // 8) * 8) // 8) * 8
 
@@ -150,7 +156,8 @@ def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
     assert weight.size * problem["chunk"] >= problem["strips"] > (weight.size - 1) * problem["chunk"]
     new = min(conv.stride[0], conv.kernel[0])
     stage = defines["TILE_Q"] * defines["TILE_M"] + new * _length(defines)
-    assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * _length(defines) * 4
+    row = defines["TILE_Q"] * 16 + 48 if defines["WARPGROUP"] else _length(defines) * 4
+    assert weight.shared >= defines["STAGES"] * stage * 2 + (conv.kernel[0] + new) * row
 
 
 @pytest.mark.parametrize("channels", [1, 2, 3, 4])
@@ -169,10 +176,13 @@ def test_every_size_fits_the_smallest_device(channels):
 
 @cases(PLANNED)
 def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
-    """All that differs are how wide accesses are, and forward, where a sum goes by steps of the depth, the blocks."""
+    """All that differs are how wide accesses are, and forward, where a sum goes by steps of the depth, the blocks.
+
+    Weight gradients that wgmma multiplies are cut for that.
+    """
     conv, free = _conv(case), {"VEC_X", "VEC_Y", "VEC_DY"}
     blocks = {"TILE_P", "TILE_Q", "TILE_N", "RESIDENT", "FRAGMENTS", "BLOCKS", "WARPGROUP"}
-    seen = set()
+    seen, together = set(), set()
     for device, vector in itertools.product(BUILT_IN.values(), (1, 2, 8)):
         forward = conv2d_stem.plan_forward(conv, 1, (vector, vector), device)
         weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (vector, vector), device)
@@ -180,8 +190,20 @@ def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
             tuple((k, v) for k, v in plan.defines.items() if k not in left)
             for plan, left in ((forward, free | blocks), (weight, free))
         ]
-        seen.add((*fixed, weight.problem.tobytes(), weight.grid))
-    assert len(seen) == 1
+        cut = fixed[1], weight.problem.tobytes(), weight.grid
+        (together if weight.defines["WARPGROUP"] else seen).add((fixed[0], *cut))
+    assert len(seen) == 1 and len(together) <= 1
+
+
+def test_first_layers_of_common_networks_are_multiplied_by_wgmma():
+    device = BUILT_IN["H200"]
+    layers = (7, 2, 224, 1), (3, 1, 224, 1), (3, 2, 224, 1), (7, 2, 226, 0), (11, 4, 227, 0)
+    for kernel, stride, width, expected in layers:
+        sizes = (stride, stride), (kernel // 2,) * 2, (1, 1), 1
+        conv = convolution("test", (8, width, width, 3), (64, kernel, kernel, 3), *sizes)
+        plan = conv2d_stem.plan_weight(conv, 1, 64, (8, 8), device)
+        assert plan.defines["WARPGROUP"] == expected, (kernel, stride, width)
+        assert plan.defines["BLOCKS"] * (plan.shared + 1024) <= conv2d_stem.HOPPER_SHARED
 
 
 @DEVICES

@@ -32,8 +32,9 @@ GROUP = 8  # values of a filter's row that a fragment takes at a time
 WIDEST = 256  # output pixels of a tile's row, at most
 WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
+LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
 STAGES = 3  # of rows under way
-PLACES = 2 * 132  # multiprocessors times rounds of a weight gradient: the same everywhere, so that sums are cut alike
+PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
@@ -163,6 +164,19 @@ class _Geometry(NamedTuple):
         return ceil_div(self.conv.out_height, self.rows)
 
     @property
+    def new(self) -> int:
+        """Rows of the image that a step to the next row of pixels adds."""
+        return min(self.conv.stride[0], self.conv.kernel[0])
+
+    def ring(self, row_bytes: int) -> int:
+        """Bytes of the rows under a filter and of those that a step adds."""
+        return (self.conv.kernel[0] + self.new) * row_bytes
+
+    def under_way(self, tile_m: int) -> int:
+        """Bytes of what STAGES steps of a weight gradient bring: new rows, and so many channels of a row of dy."""
+        return STAGES * (self.columns * tile_m + self.new * self.length) * 2
+
+    @property
     def start(self) -> tuple[int, int]:
         """First value of the leftmost tile's rows, a multiple of eight, and where the first window starts there."""
         window = -self.conv.padding[1] * self.conv.channels
@@ -261,11 +275,20 @@ def _blocks(registers: int) -> int:
     return max(2, min(5, 65536 // THREADS // round_up(registers, 8)))
 
 
-@functools.lru_cache(maxsize=256)
-def plan_weight(
-    conv: Convolution, code: int, dy_pitch: int, vectors: tuple[int, int], device: DeviceRecord
-) -> StemPlan:
-    """The launch of conv2d_stem_weight.cu. ``vectors``: values per access to x and dy."""
+class _Block(NamedTuple):
+    """What a block of a weight gradient sums, and of what it is made."""
+
+    tile: _Geometry
+    tile_m: int
+    tiles_n: int
+    shared: int
+    blocks: int  # per multiprocessor
+    rounds: int  # of them
+    defines: dict[str, int]
+
+
+def _in_pairs(conv: Convolution) -> _Block:
+    """For mma.sync, as in stem_pairs.cuh."""
     groups = ceil_div(conv.kernel[1] * conv.channels, GROUP)
     tile_m = 32 if conv.out_channels <= 32 else 64
     fragments = conv.kernel[0] * groups
@@ -274,16 +297,45 @@ def plan_weight(
     columns = ceil_div(fragments, tiles_n * warps_n)
 
     def shared(tile: _Geometry) -> int:
-        new = min(conv.stride[0], conv.kernel[0])
-        behind = round_up((tile.step // 2 + 1) * 4, 16)
-        rows = STAGES * ((tile.columns * tile_m + new * tile.length) * 2 + behind)
+        behind = STAGES * round_up((tile.step // 2 + 1) * 4, 16)
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
-        return max(rows + (conv.kernel[0] + new) * tile.length * 4, sums)
+        return max(tile.under_way(tile_m) + behind + tile.ring(tile.length * 4), sums)
 
     tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
-    tiles_m = ceil_div(conv.out_channels, tile_m)
+    ragged = int(conv.out_width % tile.columns != 0)
+    defines = {"WARPGROUP": 0, "COLUMNS": columns, "WARPS_N": warps_n, "RAGGED": ragged}
     blocks = _blocks(tile_m // 16 * columns * 4 + columns + 60)
-    wanted = max(1, PLACES * blocks // (tiles_m * tiles_n))
+    return _Block(tile, tile_m, tiles_n, shared(tile), blocks, 2, defines)
+
+
+def _in_lines(conv: Convolution) -> _Block | None:
+    """For wgmma, as in stem_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows be ragged."""
+    across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
+    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1] or conv.out_channels <= 32:
+        return None
+    if across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS:
+        return None
+
+    def shared(tile: _Geometry) -> int:
+        return tile.under_way(64) + tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
+
+    groups = ceil_div(across * conv.stride[1] * conv.channels, GROUP)
+    tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
+    if conv.out_width % tile.columns:
+        return None
+    registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
+    blocks = min(_blocks(registers), HOPPER_SHARED // (shared(tile) + 1024))
+    return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
+
+
+@functools.lru_cache(maxsize=256)
+def plan_weight(
+    conv: Convolution, code: int, dy_pitch: int, vectors: tuple[int, int], device: DeviceRecord
+) -> StemPlan:
+    """The launch of conv2d_stem_weight.cu. ``vectors``: values per access to x and dy."""
+    block = (_in_lines(conv) if device.arch == HOPPER else None) or _in_pairs(conv)
+    tile, tiles_n, tiles_m = block.tile, block.tiles_n, ceil_div(conv.out_channels, block.tile_m)
+    wanted = max(1, block.rounds * PLACES * block.blocks // (tiles_m * tiles_n))
     stripes = conv.images * tile.segments
     strip_rows = ceil_div(conv.out_height, max(1, min(wanted // stripes, ceil_div(conv.out_height, 8))))
     strips_p = ceil_div(conv.out_height, strip_rows)
@@ -303,8 +355,7 @@ def plan_weight(
         tiles_m=tiles_m,
         tiles_n=tiles_n,
     )
-    defines = tile.defines(code, vectors[0]) | {
-        "TILE_M": tile_m, "COLUMNS": columns, "WARPS_N": warps_n, "STAGES": STAGES,
-        "RAGGED": int(conv.out_width % tile.columns != 0), "BLOCKS": blocks, "VEC_DY": vectors[1],
+    defines = tile.defines(code, vectors[0]) | block.defines | {
+        "TILE_M": block.tile_m, "STAGES": STAGES, "BLOCKS": block.blocks, "VEC_DY": vectors[1],
     }  # fmt: skip
-    return StemPlan(chunks * tiles_m * tiles_n, problem, defines, shared(tile), chunks)
+    return StemPlan(chunks * tiles_m * tiles_n, problem, defines, block.shared, chunks)

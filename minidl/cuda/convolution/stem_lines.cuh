@@ -1,0 +1,114 @@
+// Columns and products of conv2d_stem_weight.cu on sm_90a: windows read by wgmma from shared memory as they lie there.
+//
+// The image rows are rewritten as lines, whose pixels have WIDE channels, zeros behind those there are, so that windows of
+// neighbouring output pixels begin 16 bytes apart. Eight values of eight such windows are then 128 bytes one after the
+// other, which is what wgmma calls a core matrix when nothing is swizzled; the next eight values begin 16 bytes further and
+// the next eight windows 128: a matrix of all windows is read from lines that hold each pixel once. A product has 32 values
+// of a filter's row, so many pixels of the window as that makes; what is not of the filter is summed and not written.
+// dy comes from registers: in shared memory each product of so few columns would read it anew.
+//
+// 7x7 of three channels, 256x112x112x64 on an H200: 190 us, the sum of the partials included, where pairs take 297 and cuDNN
+// 1131 (bytes 121, products with their padding 97). Tried without gain: products of a group of each row of the filter, 64
+// columns for 32, from two rings one behind the other (as fast at 32 images and for filters of 3x3); two rounds of chunks
+// (206). Forward the same lines, filters in registers times windows, take 206 us with statistics for 254, but nothing for
+// filters of 3x3 (99 for 100 us at 32x256x256x64), and memcheck reported a read of a window outside of shared memory that
+// was not explained.
+#pragma once
+#include "hopper.cuh"
+
+constexpr int WIDE = GROUP / STRIDE_W;                          // channels of a pixel of a line
+constexpr int ACROSS = (KERNEL_W + STRIDE_W - 1) / STRIDE_W;    // groups of a window
+constexpr int VALUES = 32;                                      // of a filter's row, in a product
+static_assert(GROUP % STRIDE_W == 0 && CHANNELS <= WIDE && ACROSS * GROUP <= VALUES && TILE_M == 64);
+
+constexpr int LENGTH = row_length((ACROSS * STEP + GROUP - 1) / GROUP);
+constexpr int LINE = TILE_Q - 1 + ACROSS;                       // groups of a line that are read by its windows
+constexpr int ROW_BYTES = (TILE_Q - 1) * 16 + VALUES * 2;
+constexpr int ROWS_BYTES = NEW * LENGTH * 2;
+
+DEVICE int pixel_row(int i) { return i; }
+
+// The operand of all windows from `address` on, for hopper.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
+// each, one after the other, the next eight 128 bytes and the next eight columns 16 bytes further.
+DEVICE u64 windows_from(u32 address) { return u64((address & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(16 >> 4) << 32; }
+
+// Rewrites NEW rows of LENGTH values, whose first window begins at `shift`, as lines, from row `slot` of the ring on.
+DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, int shift) {
+    constexpr int EACH = (NEW * LINE + THREADS - 1) / THREADS;
+#pragma unroll
+    for (int u = 0; u < EACH; ++u) {
+        const int i = threadIdx.x + u * THREADS;
+        if (i >= NEW * LINE) break;
+        const int row = i / LINE, group = i % LINE, place = slot + row < RING ? slot + row : slot + row - RING;
+        const u16* const from = reinterpret_cast<const u16*>(rows) + row * LENGTH + shift + group * STEP;
+        u32 word[4] = {};
+#pragma unroll
+        for (int e = 0; e < STEP; ++e) {
+            const int value = e / CHANNELS * WIDE + e % CHANNELS;
+            word[value / 2] |= u32(from[e]) << (value % 2 * 16);
+        }
+        *reinterpret_cast<uint4*>(ring + place * ROW_BYTES + group * 16) = make_uint4(word[0], word[1], word[2], word[3]);
+    }
+    fence_for_engine();
+}
+
+// 64 rows, 16 of each warp, by all columns.
+struct Product {
+    float sum[KERNEL_H][VALUES / 2];
+    u32 lines, gradients;
+    int first = 0;  // row of the ring under the filter's first
+
+    __device__ __forceinline__ Product(unsigned char* stages, unsigned char* ring, int, u32) {
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r)
+#pragma unroll
+            for (float& value : sum[r]) value = 0.0f;
+        lines = shared_address(ring);
+        const int lane = threadIdx.x % 32;
+        const int own = threadIdx.x / 32 * 32;  // bytes to this warp's rows
+        gradients = shared_address(stages) + (Gradient::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8) ^ own);
+    }
+
+    // A row of dy, if it has `pixels`, while `meanwhile` is done.
+    template <class Work>
+    __device__ __forceinline__ void take(int stage, int pixels, Work meanwhile) {
+        if (!pixels) return meanwhile();
+        const u32 from = gradients + stage * Gradient::BYTES;
+        u32 a[DEPTHS][4];
+#pragma unroll
+        for (int i = 0; i < DEPTHS; ++i) load_matrices_transposed(a[i], from + i * 16 * Gradient::PITCH);
+        product_fence();
+#pragma unroll
+        for (int i = 0; i < DEPTHS; ++i)
+#pragma unroll
+            for (int r = 0; r < KERNEL_H; ++r) {
+                const int row = first + r < RING ? first + r : first + r - RING;
+                multiply<true>(sum[r], a[i], windows_from(lines + row * ROW_BYTES + i * 256), 1);
+            }
+        commit_products();
+        meanwhile();
+        await_products<0>();
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r) settle(sum[r]);
+#pragma unroll
+        for (int i = 0; i < DEPTHS; ++i)  // they have been the unit's, too
+#pragma unroll
+            for (u32& word : a[i]) asm volatile("" : "+r"(word));
+    }
+
+    __device__ __forceinline__ void advance() { first = first + NEW < RING ? first + NEW : first + NEW - RING; }
+
+    // `to`: the first of `rows` filters of a partial.
+    __device__ __forceinline__ void leave(unsigned char*, float* to, int rows, u32) const {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r)
+#pragma unroll
+            for (int i = 0; i < VALUES / 2; ++i) {
+                const int row = threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + lane / 4;
+                const int value = i / 4 * 8 + lane % 4 * 2 + i % 2, pixel = value / WIDE, channel = value % WIDE;
+                if (row < rows && pixel < KERNEL_W && channel < CHANNELS)
+                    to[(row * KERNEL_H + r) * WINDOW + pixel * CHANNELS + channel] = sum[r][i];
+            }
+    }
+};
