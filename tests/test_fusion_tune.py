@@ -277,6 +277,18 @@ def test_the_model_chooses_as_the_measurements_do():
         assert ms["auto"] <= 1.02 * ms["best"], (case, ms)
 
 
+def test_the_model_chooses_as_the_map_does():
+    """At each size and number of channels that were measured on an H200."""
+    measured = {}
+    for row in load(ROOT / "benchmarks" / "results" / "h200" / "bench_fusion_map.json.gz")["rows"]:
+        measured.setdefault((row["kernel"], row["size"], row["channels"]), {})[row["arm"]] = row["ms"]
+    assert set(measured) == set(points(256, 2))
+    for point, ms in measured.items():
+        graph = between(*point)
+        way = cost.heuristic(graph, fusion.find_sites(graph), BF16, H200).sites["bn"]
+        assert ms[way] <= 1.03 * min(ms.values()), (point, way)
+
+
 def test_statistics_that_a_piece_does_not_see_are_the_models():
     """Those of a concatenation are joined outside: the measured plan joins them, however it measures the rest."""
     graph = models.build("densenet121", (64, 64, 3), 10)
