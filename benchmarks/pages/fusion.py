@@ -20,11 +20,14 @@ _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
-    """(machine, row) of a part of bench_fusion: of each case and precision those of the newest file that has any."""
+    """(machine, row with its commit) of a part of bench_fusion: of each case and precision those of the newest file
+    that has any.
+    """
     files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
     found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
     for file in files:
-        rows = [(machine_of(file), row) for row in file["rows"] if row["part"] == part]
+        own, machine = {"commit": file["commit"]}, machine_of(file)
+        rows = [(machine, row | own) for row in file["rows"] if row["part"] == part]
         key = lambda pair: (pair[0], _case(pair[1]), pair[1]["dtype"])  # noqa: E731
         found |= {one: [pair for pair in rows if key(pair) == one] for one in map(key, rows)}
     return [pair for pairs in found.values() for pair in pairs]
@@ -108,7 +111,8 @@ def each_site() -> str:
     head = ["batch norm", "shape", "times", *PLANS, "best", "bnff / best", "auto / best", "by"]
     for case, rows in _cases("sites").items():
         found = sorted(map(_site, _by(rows, "site").values()), key=lambda site: site.behind("auto"))
-        parts.append(f"## {', '.join(case)}\n\n{markdown(head, [_cells(site) for site in found])}")
+        title = f"{', '.join(case)}, commit {rows[0]['commit']}"
+        parts.append(f"## {title}\n\n{markdown(head, [_cells(site) for site in found])}")
     return "\n\n".join(parts) or NOTHING
 
 
