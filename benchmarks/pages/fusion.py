@@ -20,8 +20,8 @@ _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
-    """(machine, row with its commit) of a part of bench_fusion: of each case and precision those of the newest file
-    that has any.
+    """(machine, row and its commit) of a part of bench_fusion: of each case and precision those of the newest file that
+    has any.
     """
     files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
     found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
