@@ -25,8 +25,8 @@ STEM = 4  # channels that a network's first convolution has at most
 LABELS = 8  # that its last one has, at most, where it labels pixels and rather runs on kernels for few filters
 # The prologue of a convolution that waits for memory: its costs in passes, and where, from what the batch norms of
 # ResNet-50, DenseNet-121, U-Net and VGG-16 take on an H200 (docs/fusion_sites.md), and the map of docs/fusion.md.
-# Windows of 3x3 make a value several times: they need large images. With 1024 filters of 1x1 it gains up to 3 % at batch
-# 256, but cost a step of ResNet-50 0.3 % at batch 32, and the choice is the same for both.
+# Windows of 3x3 make a value several times: they need large images. With 1024 filters of 1x1 it gains up to 3 % at
+# batch 256, but cost a step of ResNet-50 0.3 % at batch 32, and the choice is the same for both.
 CHEAP, MOST_PRODUCTS, LARGE = (0.1, 0.3), 9 * 64, 28 * 28
 
 
