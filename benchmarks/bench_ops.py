@@ -33,6 +33,7 @@ from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
 
 BUDGET = Budget(samples=11, seconds=math.inf, sample_ms=1.0)
+SAVED = 50  # rows are written at a time
 
 
 def cases(dtypes: list[str], only: list[str]) -> list[Case]:
@@ -134,13 +135,12 @@ def main() -> None:
     ops.require_device()
     peers = not options.no_peers and has_torch()
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
-    found = cases(options.dtype or [*DTYPES], options.only)
-    rows = [measure(case, bandwidth, peers) for case in found]
+    found, rows = cases(options.dtype or [*DTYPES], options.only), []
+    for case in found:
+        rows.append(measure(case, bandwidth, peers))
+        if options.json and (len(rows) % SAVED == 0 or len(rows) == len(found)):
+            write(options.json, result("bench_ops", rows, copy_bytes_per_s=bandwidth))
     report(rows, bandwidth)
-    if options.json:
-        content = result("bench_ops", rows)
-        content["copy_bytes_per_s"] = bandwidth
-        write(options.json, content)
 
 
 if __name__ == "__main__":

@@ -226,7 +226,7 @@ def test_the_table_of_the_readme_is_sorted_and_has_each_step_once(report):
     names = [(line[0], line[1], line[2].split(":")[0]) for line in lines]
     assert len(set(names)) == len(names) and 8 <= len(names) <= 24
     for line, speed in zip(lines, speeds, strict=True):
-        if line[0].strip().startswith("training step"):
+        if line[0].strip().startswith("training step:"):
             theirs, ours = map(float, re.search(r"([\d.]+) ms, here ([\d.]+)", line[2]).groups())
             assert theirs / ours == pytest.approx(speed, rel=0.02)
         else:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Callable
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from minidl.fusion import PLANS
 from minidl.profile import plots
@@ -20,14 +20,25 @@ _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes
 
 
 def _fusion(part: str) -> list[tuple[str, Row]]:
-    """(machine, row) of a part of bench_fusion: of each case and precision those of the newest file that has any."""
+    """(machine, row and its commit) of a part of bench_fusion: of each case and precision those of the newest file that
+    has any.
+    """
     files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
     found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
     for file in files:
-        rows = [(machine_of(file), row) for row in file["rows"] if row["part"] == part]
+        own, machine = {"commit": file["commit"]}, machine_of(file)
+        rows = [(machine, row | own) for row in file["rows"] if row["part"] == part]
         key = lambda pair: (pair[0], _case(pair[1]), pair[1]["dtype"])  # noqa: E731
         found |= {one: [pair for pair in rows if key(pair) == one] for one in map(key, rows)}
     return [pair for pairs in found.values() for pair in pairs]
+
+
+def _cases(part: str) -> dict[tuple[str, ...], list[Row]]:
+    """Its rows by network, machine and dtype."""
+    found: dict[tuple[str, ...], list[Row]] = {}
+    for machine, row in _fusion(part):
+        found.setdefault((row["case"], machine, row["dtype"]), []).append(row)
+    return found
 
 
 def _case(row: Row) -> str:
@@ -43,9 +54,7 @@ def fused_steps() -> str:
     plan and a chosen one hold, and the largest spread. A gain is that of the median turn, with the turns in which there
     was one.
     """
-    cases: dict[tuple[str, ...], dict[str, Row]] = {}
-    for machine, row in _fusion("steps"):
-        cases.setdefault((row["case"], machine, row["dtype"]), {})[row["arm"]] = row
+    cases = {case: {row["arm"]: row for row in rows} for case, rows in _cases("steps").items()}
     arms = sorted({arm for rows in cases.values() for arm in rows}, key=_ARMS.index)
     chosen = [arm for arm in _CHOSEN if arm in arms]
     lines = []
@@ -78,63 +87,74 @@ def _gain(before: Row, after: Row) -> tuple[float, str]:
 
 
 def fused_sites() -> str:
-    """What choosing for each site could gain: the sums of all sites' times by plan, and with the best way at each."""
-    cases: dict[tuple[str, ...], list[Row]] = {}
-    for machine, row in _fusion("sites"):
-        cases.setdefault((row["case"], machine, row["dtype"]), []).append(row)
-    lines, plans = [], []
-    for case, rows in cases.items():
-        sums, best = _sums(rows)
-        plans = [plan for plan in sums if plan not in ("auto", "adaptive")]
-        fixed = min(plans, key=sums.__getitem__)
-        gain = sums[fixed] / best
-        cells = [f"{sums[plan]:.2f}" for plan in (*plans, "auto")]
-        lines.append((gain, [*case, *cells, f"{best:.2f}", f"{gain:.3f} ({fixed})", f"{sums['auto'] / best:.3f}"]))
-    head = ["network", "machine", "dtype", *plans, "auto", "best of each", "best fixed / best", "auto / best"]
+    """What choosing for each site could gain: the sums of all sites' times by plan and with the best way at each;
+    how far `auto` is behind that, in all and at the site where it is most.
+    """
+    lines = []
+    for case, rows in _cases("sites").items():
+        sites = [_site(own) for own in _by(rows, "site").values()]
+        sums = {plan: sum(site.count * site.ms(site.by_plan[plan]) for site in sites) for plan in (*PLANS, "auto")}
+        best, fixed = sum(site.count * site.ms(site.best()) for site in sites), min(PLANS, key=sums.__getitem__)
+        gains = [f"{sums[fixed] / best:.3f} ({fixed})", f"{sums['auto'] / best:.3f}"]
+        gains += [f"{max(site.behind('auto') for site in sites):.3f}"]
+        lines.append((sums[fixed] / best, [*case, *(f"{ms:.2f}" for ms in (*sums.values(), best)), *gains]))
+    head = ["network", "machine", "dtype", *PLANS, "auto", "best of each", "best fixed / best", "auto / best"]
+    head += ["auto / best at the worst"]
     return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
 def each_site() -> str:
-    """Every distinct site by network: forward + backward microseconds by plan, and of the best way."""
-    cases: dict[tuple[str, ...], dict[str, list[Row]]] = {}
-    for machine, row in _fusion("sites"):
-        cases.setdefault((row["case"], machine, row["dtype"]), {}).setdefault(row["site"], []).append(row)
+    """Every distinct site by network: forward + backward microseconds by plan and of the best way; those last where
+    `auto` is farthest behind it.
+    """
     parts = []
-    for case, of_sites in cases.items():
-        lines = sorted((_site_line(rows) for rows in of_sites.values()), key=lambda line: line[0])
-        head = ["batch norm", "shape", "times", *PLANS, "best", "bnff / best", "by"]
-        parts.append(f"## {', '.join(case)}\n\n{markdown(head, [line for _, line in lines])}")
+    head = ["batch norm", "shape", "times", *PLANS, "best", "bnff / best", "auto / best", "by"]
+    for case, rows in _cases("sites").items():
+        found = sorted(map(_site, _by(rows, "site").values()), key=lambda site: site.behind("auto"))
+        title = f"{', '.join(case)}, commit {rows[0]['commit']}"
+        parts.append(f"## {title}\n\n{markdown(head, [_cells(site) for site in found])}")
     return "\n\n".join(parts) or NOTHING
 
 
-def _site_line(rows: list[Row]) -> tuple[float, list[str]]:
-    """(what the best way gains over the plan that fuses everything, the cells of a site)"""
-    ways: dict[str, list[Row]] = {}
-    for row in rows:  # forward before backward
-        ways.setdefault(row["arm"], []).append(row)
-    ms = {way: sum(row["ms"] for row in both) for way, both in ways.items()}
-    best = min(ms, key=ms.__getitem__)
-    by_plan = {plan: way for way, (first, _) in ways.items() for plan in first["plans"]}
-    cells = [" + ".join(f"{1e3 * row['ms']:.0f}" for row in ways[way]) for way in (*map(by_plan.get, PLANS), best)]
-    gain = ms[by_plan["bnff"]] / ms[best]
-    shape = "x".join(map(str, rows[0]["shape"]))
-    return gain, [rows[0]["site"], shape, str(rows[0]["count"]), *cells, f"{gain:.3f}", best]
-
-
-def _sums(rows: list[Row]) -> tuple[dict[str, float], float]:
-    """(milliseconds of all sites by plan, and by the best way of each)"""
-    ways: dict[tuple[str, str], Row] = {}
+def _by(rows: list[Row], key: str) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
     for row in rows:
-        entry = ways.setdefault((row["site"], row["arm"]), {**row, "ms": 0.0})
-        entry["ms"] += row["ms"]
-    sums: dict[str, float] = {}
-    best: dict[str, float] = {}
-    for (site, _), row in ways.items():
-        ms = row["count"] * row["ms"]
-        best[site] = min(best.get(site, ms), ms)
-        for plan in row["plans"]:
-            sums[plan] = sums.get(plan, 0.0) + ms
-    return sums, sum(best.values())
+        found.setdefault(row[key], []).append(row)
+    return found
+
+
+class _Site(NamedTuple):
+    """One of the rows, which of them run each way, and each plan's way."""
+
+    row: Row
+    ways: dict[str, list[Row]]
+    by_plan: dict[str, str]
+
+    @property
+    def count(self) -> int:
+        return self.row["count"]
+
+    def ms(self, way: str) -> float:
+        return sum(row["ms"] for row in self.ways[way])
+
+    def best(self) -> str:
+        return min(self.ways, key=self.ms)
+
+    def behind(self, plan: str) -> float:
+        """Its time over that of the best way."""
+        return self.ms(self.by_plan[plan]) / self.ms(self.best())
+
+
+def _site(rows: list[Row]) -> _Site:
+    return _Site(rows[0], _by(rows, "arm"), {plan: row["arm"] for row in rows for plan in row["plans"]})
+
+
+def _cells(site: _Site) -> list[str]:
+    ways = [*(site.by_plan[plan] for plan in PLANS), site.best()]
+    times = [" + ".join(f"{1e3 * row['ms']:.0f}" for row in site.ways[way]) for way in ways]  # forward before backward
+    shape = "x".join(map(str, site.row["shape"]))
+    behind = [f"{site.behind(plan):.3f}" for plan in ("bnff", "auto")]
+    return [site.row["site"], shape, str(site.count), *times, *behind, site.best()]
 
 
 def fusion_maps() -> dict[str, Callable[[], Any]]:
@@ -190,9 +210,7 @@ def fused_convolutions() -> str:
 
 def fused_pairs() -> str:
     """How far the measured plan is from the best of all ways of two neighbours."""
-    cases: dict[tuple[str, ...], list[float]] = {}
-    for machine, row in _fusion("pairs"):
-        cases.setdefault((row["case"], machine, row["dtype"]), []).append(row["regret"])
+    cases = {case: [row["regret"] for row in rows] for case, rows in _cases("pairs").items()}
     lines = sorted(([max(found), *case], found) for case, found in cases.items())
     rows = [
         [*case, str(len(found)), f"{statistics.mean(found):.1%}", f"{worst:.1%}"]

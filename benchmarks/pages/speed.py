@@ -79,26 +79,25 @@ def headline() -> str:
 def _usual_steps() -> Iterator[tuple]:
     """Of a step on several GPUs that on most; none with synchronised batch norms, where PyTorch waits for the host.
 
-    Steps in TF32 are one line.
+    A step in bf16 beside a compiled one of PyTorch's has a line; the others have one for each dtype, machine and peer.
     """
     scaled = _steps("bench_scaling")
     most = {row["case"]: row.get("ranks", 1) for *_, row in sorted(scaled, key=lambda found: found[2].get("ranks", 1))}
     scaled = [found for found in scaled if found[2].get("ranks", 1) == most[found[2]["case"]]]
-    tf32: dict[tuple[str, str], list[tuple[float, str, str]]] = {}
+    together: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
     for speed, machine, row in [*_steps("bench_train"), *scaled]:
-        usual = row["arm"] in _USUAL["CPU" if machine.startswith("CPU") else "GPU"]
-        if usual and "synchronised" not in row["case"]:
-            (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
-            on = f"{ranks} {machine}" if ranks > 1 else machine
-            if row["dtype"] == "tf32":
-                tf32.setdefault((on, peer), []).append((speed, network, f"{network}, batch {batch[1:]}"))
-                continue
-            what = f"training step: {network}, batch {batch[1:]}, {row['dtype']}"
-            yield speed, what, on, f"{peer}: {ms:.1f} ms, here {row['ms']:.1f}", ""
-    for (on, peer), steps in tf32.items():
+        if row["arm"] not in _USUAL["CPU" if machine.startswith("CPU") else "GPU"] or "synchronised" in row["case"]:
+            continue
+        (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
+        on, case = f"{ranks} {machine}" if ranks > 1 else machine, f"{network}, batch {batch[1:]}"
+        if row["dtype"] == "bf16" and "compile" in _fastest(row):
+            yield speed, f"training step: {case}, bf16", on, f"{peer}: {ms:.1f} ms, here {row['ms']:.1f}", ""
+        else:
+            together.setdefault((row["dtype"], on, peer), []).append((speed, network, case))
+    for (dtype, on, peer), steps in together.items():
         networks, (worst, _, case) = ", ".join(sorted({network for _, network, _ in steps})), min(steps)
         mean = statistics.geometric_mean(speed for speed, *_ in steps)
-        yield mean, f"steps of {networks}, tf32", on, peer, f"{worst:.2f}: {case}"
+        yield mean, f"training steps: {networks}, {dtype}", on, peer, f"{worst:.2f}: {case}"
 
 
 def _all_convolutions() -> Iterator[tuple]:
