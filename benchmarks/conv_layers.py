@@ -140,7 +140,10 @@ def _connected(batch: int | None = None) -> list[Layer]:
     """The fully connected layers of VGG-16 and ResNet-50."""
     sizes = [("VGG-16", 64, 25088, 4096), ("VGG-16", 64, 4096, 4096), ("VGG-16", 64, 4096, 1000)]
     sizes += [("ResNet-50", 256, 2048, 1000), ("ResNet-50", 32, 2048, 1000)]
-    return [Layer(f"Linear of {name}", batch or images, 1, c, k, 1, 1, 1) for name, images, c, k in sizes]
+    return [
+        Layer(f"Linear of {name}{'' if batch else f'/b{images}'}", batch or images, 1, c, k, 1, 1, 1)
+        for name, images, c, k in sizes
+    ]
 
 
 def _merged(layers: list[Layer]) -> list[Layer]:

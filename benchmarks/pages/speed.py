@@ -31,9 +31,12 @@ def _newest(benchmark: str, *what: str, beside: bool = False) -> list[tuple[str,
     """
     found = {}
     for file in sorted(everywhere(benchmark), key=lambda file: file["date"]):
+        once = {}
         for row in (row for row in file["rows"] if row["peers"] or not beside):
             key = row["case"], machine_of(file), row["dtype"], *(row.get(name) for name in what)
-            found[key] = machine_of(file), row
+            assert key not in once, f"two rows of one file would be one: {key}"
+            once[key] = machine_of(file), row
+        found |= once
     return list(found.values())
 
 
