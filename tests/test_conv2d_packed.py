@@ -62,7 +62,9 @@ def plain(ops, case, z, w, name="hopper", tile=None):
         if tile is not None:
             patch.setattr(conv2d_hopper, "choose", lambda *_: (tile, 1))
         forget_plans()
-        return ops.to_host(ops.conv2d(*put(ops, z, w), **case.options))
+        y = ops.to_host(ops.conv2d(*put(ops, z, w), **case.options))
+    forget_plans()  # nobody else's are of this tile
+    return y
 
 
 @SIXTEEN
