@@ -309,10 +309,19 @@ def _all_problems(launches, compiled, device) -> set[str]:
     return problems
 
 
-def _launches(stem, name):
-    with dry_run(BUILT_IN[name]) as log:
-        CALLS[stem]()
-    return log.launches
+@functools.cache
+def _launches(name: str) -> dict[str, list]:
+    """What all calls launch on a device, by the file of the kernel."""
+    found: dict[str, list] = {}
+    for call in CALLS.values():
+        with dry_run(BUILT_IN[name]) as log:
+            call()
+        for launch in log.launches:
+            found.setdefault(launch.stem, []).append(launch)
+    return found
+
+
+FILES = sorted(path.stem for name, path in nvrtc.sources().items() if name.endswith(".cu"))
 
 
 def _largest(launches, compiled) -> set:
@@ -326,19 +335,19 @@ def _largest(launches, compiled) -> set:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stem", CALLS)
+@pytest.mark.parametrize("stem", FILES)
 @NEEDS_NVRTC
 def test_every_variant_compiles_and_fits(stem):
-    """For Hopper so many variants of float32 and bfloat16 that each value of a macro meets each of any other; as
-    float16, and for sm_80, those of them that take most registers of each kernel; for sm_80 and 86 further what only
-    these launch, where two values meet for the first time.
+    """Of a file's kernels for Hopper, whichever operation launches them, so many variants of float32 and bfloat16 that
+    each value of a macro meets each of any other; as float16, and for sm_80, those of them that take most registers of
+    each kernel; for sm_80 and 86 further what only these launch, where two values meet for the first time.
 
     MINIDL_EVERY_VARIANT=1 compiles all for Hopper, and what is launched on the others alone. That was done once: of 180
     kernels 13 had a variant that took more registers, at most 25 more; float16 took 3 more at most, sm_80 11, and sm_86
     13 more than sm_80. None was near a limit.
     """
     device, arch = BUILT_IN["H200"], nvrtc.target((9, 0))
-    launches = _launches(stem, "H200")
+    launches = _launches("H200").get(stem, [])
     compiled = _compiled(covering(distinct(launches)), arch)
     largest = _largest(launches, compiled)
     known = {(launch.stem, launch.defines) for launch in launches}
@@ -349,13 +358,13 @@ def test_every_variant_compiles_and_fits(stem):
             if problem := _hasty(file, kernel, opcodes):
                 problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
 
-    launches = _launches(stem, "A100")
+    launches = _launches("A100").get(stem, [])
     ampere = _compiled(covering(distinct(launches, known), compiled) + list(_largest(launches, compiled)), "sm_80")
     # Of what is compiled for others only: shared memory is the same on all.
     problems |= _all_problems(launches, compiled | ampere, BUILT_IN["A100"])
     known |= {(launch.stem, launch.defines) for launch in launches}
 
-    launches = _launches(stem, "RTX 3090")
+    launches = _launches("RTX 3090").get(stem, [])
     reports = compiled | ampere
     reports |= _compiled(covering(distinct(launches, known), reports), "sm_86")
     problems |= _all_problems(launches, reports, BUILT_IN["RTX 3090"])
@@ -365,7 +374,7 @@ def test_every_variant_compiles_and_fits(stem):
 @NEEDS_NVRTC
 def test_the_assembler_makes_the_same_of_sm_86_and_sm_89():
     for stem in ("batch_norm", "conv2d", "csb"):
-        file, defines = max(distinct(_launches(stem, "L40")), key=str)
+        file, defines = max(distinct(_launches("L40")[stem]), key=str)
         older, newer = (nvrtc.build(file, arch, dict(defines)).kernels for arch in ("sm_86", "sm_89"))
         assert older == newer
 
@@ -397,17 +406,8 @@ _ENTRY = re.compile(r'extern "C" __global__ void\s+(?:[A-Z]+\s+)?(?:__\w+__\((?:
 
 def test_every_kernel_is_launched_by_a_call():
     """Only of what is launched the law above says that it fits and spills nothing."""
-    launched = set()
-    for name, call in itertools.product(("A100", "H200"), CALLS.values()):
-        with dry_run(BUILT_IN[name]) as log:
-            call()
-        launched |= {(launch.stem, launch.name) for launch in log.launches}
-    written = {
-        (path.stem, kernel)
-        for name, path in nvrtc.sources().items()
-        if name.endswith(".cu")
-        for kernel in _ENTRY.findall(nvrtc.source_of(path.stem))
-    }
+    launched = {(of.stem, of.name) for name in ("A100", "H200") for of in itertools.chain(*_launches(name).values())}
+    written = {(stem, kernel) for stem in FILES for kernel in _ENTRY.findall(nvrtc.source_of(stem))}
     assert written == launched
 
 
