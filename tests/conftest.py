@@ -102,6 +102,17 @@ def hopper(cuda_ops):
         yield cuda_ops
 
 
+@pytest.fixture(params=["hopper", "generic"])
+def forced_ops(request, cuda_ops):
+    """The CUDA table with its convolutions on one family of kernels."""
+    from minidl.cuda.convolution.conv2d_family import family
+
+    if request.param == "hopper":
+        request.getfixturevalue("hopper")
+    with family(request.param):
+        yield cuda_ops
+
+
 @pytest.fixture(params=[float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
 def dtype(request):
     return request.param

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
-from minidl.cuda.device import BUILT_IN
+from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
@@ -96,6 +98,41 @@ def same(found: Any, expected: Any) -> None:
         np.testing.assert_array_equal(one.astype(np.float64), other.astype(np.float64))
 
 
+def same_bits(found: Any, expected: Any) -> None:
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(one.view(f"u{one.itemsize}"), other.view(f"u{other.itemsize}"))
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
+    """What the launchers ``modules`` allocate holds NaN before it is written."""
+    for name in modules or ("conv2d",):
+        module = sys.modules[f"{LAUNCHERS}.{name}"]
+
+        def poisoned(shape: tuple[int, ...], dtype: Any, own: Callable = module.empty) -> Any:
+            array = own(shape, dtype)
+            array.view(np.uint8).fill(255)  # NaN in every storage type
+            return array
+
+        monkeypatch.setattr(module, "empty", poisoned)
+
+
+def each_tile(monkeypatch: pytest.MonkeyPatch, case: Case, backward: bool, share: int, **options: Any) -> Iterator[Any]:
+    """Each tile of Hopper's that a case may be given, forced within the loop, twice: on the device as it is, and as if
+    it had two multiprocessors, so that other blocks compute the same, and several tiles each.
+    """
+    devices = current_device(), dataclasses.replace(current_device(), multiprocessors=2)
+    try:
+        for tile in conv2d_hopper_tiles.candidates(plan_of(case), backward, current_device(), **options):
+            for device in devices:
+                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
+                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
+                forget_plans()
+                with family("hopper"):
+                    yield tile
+    finally:
+        forget_plans()
+
+
 class Guarded:
     """Stands in for a launcher's ``empty``: arrays of NaN between guards, all of which are remembered."""
 
@@ -122,18 +159,20 @@ class Guarded:
 # -- laws of a kernel that a fixture forces; `passes` is `both` or `three` ---------------------------------------------
 
 
-def exact_on_whole_numbers(ops: Any, case: Case, storage: Any, rng: np.random.Generator, passes: Callable) -> None:
+def exact_on_whole_numbers(
+    ops: Any, case: Case, storage: Any, rng: np.random.Generator, passes: Callable, tf32: int = 0
+) -> None:
     """Every bit is the definition's: alone, with biases and a further gradient, and rectified."""
     expected_of = EXPECTED[passes]
     hosts = draws(rng, case, storage)
     placed = put(ops, *hosts)
-    same(passes(ops, case, *placed), expected_of(case, *hosts, storage))
+    same(passes(ops, case, *placed, tf32=tf32), expected_of(case, *hosts, storage))
     some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
     add = draw_integers(rng, case.x, storage)
     bias, dbias, added = put(ops, *some, add)
-    found = passes(ops, case, *placed, forward_bias=bias, bias=dbias, add=added)
+    found = passes(ops, case, *placed, forward_bias=bias, bias=dbias, add=added, tf32=tf32)
     same(found, expected_of(case, *hosts, storage, *some, add))
-    rectified = ops.to_host(ops.conv2d(*placed[:2], bias, **case.options, relu=True))
+    rectified = ops.to_host(ops.conv2d(*placed[:2], bias, **case.options, relu=True, tf32=tf32))
     same([rectified], [np.maximum(found[0].astype(np.float64), 0.0)])
 
 
@@ -147,15 +186,29 @@ def exact_weight_gradient(ops: Any, case: Case, storage: Any, rng: np.random.Gen
     same([weight_gradient(ops, case, *placed, start)], [expected + start])
 
 
-def equals_definition(ops: Any, case: Case, storage: Any, rng: np.random.Generator) -> None:
-    """Each of the three passes, within what rounding may do."""
+def equals_definition(
+    ops: Any,
+    case: Case,
+    storage: Any,
+    rng: np.random.Generator,
+    passes: Callable,
+    tf32: int = 0,
+    scale: float = 4,
+) -> None:
+    """Within what rounding may do, and again to the bit: alone, and with biases and a further gradient."""
     hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
-    y, dx, dw = three(ops, case, *put(ops, *hosts))
-    x, w, dy = hosts
-    assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], scale=4)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(dx, expected, storage, terms=case.terms[1], scale=4)
-    assert_close(dw, reference.conv2d_backward_weight(dy, x, case.w, **case.options), terms=case.terms[2], scale=4)
+    some = [draw(rng, case.w[0], float32), draw(rng, case.x[3], float32), draw(rng, case.x, storage)]
+    placed, (bias, dbias, added) = put(ops, *hosts), put(ops, *some)
+    for given, more, terms in (
+        ({}, (), (0, 0, 0)),
+        ({"forward_bias": bias, "bias": dbias, "add": added}, some, (1, 2, 0)),
+    ):
+        found = passes(ops, case, *placed, tf32=tf32, **given)
+        same(passes(ops, case, *placed, tf32=tf32, **given), found)
+        expected = EXPECTED[passes](case, *hosts, np.float64, *more)
+        kinds, terms = (storage, storage, float32), np.add(terms, case.terms)
+        for one, other, kind, count in zip(found, expected, kinds, terms, strict=False):
+            assert_close(one, other, kind, terms=int(count), scale=scale, tf32=tf32 == 1)
 
 
 def bits_of_dense_arrays(
@@ -165,15 +218,16 @@ def bits_of_dense_arrays(
     rng: np.random.Generator,
     passes: Callable,
     pitches: Sequence[tuple[int, int]] = PITCHES,
+    tf32: int = 0,
 ) -> None:
     """Repeats, and slices of wider arrays at any address, give the same bits."""
     hosts, add = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)], draw(rng, case.x, storage)
     x, w, dy = put(ops, *hosts)
-    expected = passes(ops, case, x, w, dy, add=ops.from_host(add))
-    same(passes(ops, case, x, w, dy, add=ops.from_host(add)), expected)
+    expected = passes(ops, case, x, w, dy, add=ops.from_host(add), tf32=tf32)
+    same_bits(passes(ops, case, x, w, dy, add=ops.from_host(add), tf32=tf32), expected)
     for before, after in pitches:
         x, dy, other = (pitched(ops, host, before, after) for host in (hosts[0], hosts[2], add))
-        same(passes(ops, case, x, w, dy, add=other), expected)
+        same_bits(passes(ops, case, x, w, dy, add=other, tf32=tf32), expected)
 
 
 def writes_its_output_alone(
@@ -185,13 +239,14 @@ def writes_its_output_alone(
     monkeypatch: pytest.MonkeyPatch,
     modules: Sequence[str] = ("conv2d",),
     count: int = 2,
+    tf32: int = 0,
 ) -> None:
     """Of ``count`` arrays that the launchers ``modules`` allocate all is written, and nothing beside it."""
     hosts, guarded = draws(rng, case, storage), Guarded(ops)
     placed = put(ops, *hosts)
     for module in modules:
         monkeypatch.setattr(sys.modules[f"{LAUNCHERS}.{module}"], "empty", guarded)
-    same(passes(ops, case, *placed), EXPECTED[passes](case, *hosts, storage))
+    same(passes(ops, case, *placed, tf32=tf32), EXPECTED[passes](case, *hosts, storage))
     guarded.check(count)
 
 
@@ -213,3 +268,35 @@ def keeps_nonfinite_apart(
             expected = EXPECTED[passes](case, hurt, w, pain, storage)
         for one, other in zip(passes(ops, case, *put(ops, hurt, w, pain)), expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))
+
+
+def independent_of_the_batch(ops: Any, case: Case, rng: np.random.Generator) -> None:
+    """An image's output and data gradient have the same bits alone, in a part, and in a large batch."""
+    x, dy = (draw(rng, (67, *shape[1:]), bfloat16) for shape in (case.x, case.y))
+    x, w, dy = put(ops, x, draw(rng, case.w, bfloat16), dy)
+    whole = both(ops, case, x, w, dy)
+    for images in (slice(0, 1), slice(66, 67), slice(5, 38)):
+        same_bits(both(ops, case, x[images], w, dy[images]), [array[images] for array in whole])
+
+
+def same_bits_by_every_tile(
+    ops: Any, case: Case, storage: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, share: int
+) -> None:
+    """Which of Hopper's tiles is chosen, and so the device, cannot be seen, with and without what is added."""
+    hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y, case.x)]
+    x, w, dy, add, bias, dbias = put(ops, *hosts, draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
+    options = case.options | {"tf32": int(storage == float32)}
+    poison(monkeypatch)
+    for backward in (False, True):
+        found: dict[Any, list] = {}
+        for tile in each_tile(monkeypatch, case, backward, share):
+            if backward:
+                more = {}, {"bias": dbias, "add": add}
+                made = [ops.conv2d_backward_data(dy, w, case.x, **some, **options) for some in more]
+            else:
+                made = [ops.conv2d(x, w, b, **options) for b in (None, bias)]
+            found.setdefault(tile, []).extend(ops.to_host(array) for array in made)
+        first = found[conv2d_hopper_tiles.TILES[0]]
+        assert all(np.isfinite(array.astype(np.float32)).all() for array in first) and len(found) > 1
+        for made in found.values():
+            same_bits(made, [*first[:2], *first[:2]])

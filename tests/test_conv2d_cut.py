@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_hopper
@@ -23,16 +22,14 @@ from tests import test_conv2d_statistics as statistics
 from tests.convolutions import (
     bits_of_dense_arrays,
     both,
-    both_expected,
-    draws,
+    equals_definition,
+    exact_on_whole_numbers,
+    independent_of_the_batch,
     keeps_nonfinite_apart,
     plan_of,
-    same,
     writes_its_output_alone,
 )
-from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, put
-from tests.tolerance import assert_close, draw, draw_integers
 
 CASES = [
     Case("1x1", (3, 9, 7, 264), (328, 1, 1)),
@@ -137,29 +134,13 @@ def paired(hopper):
 @STORAGE
 @cases(CASES)
 def test_whole_numbers_give_the_bits_of_the_definition(paired, case, storage, tf32, rng):
-    """Alone, with biases and a further gradient, and rectified."""
-    hosts = draws(rng, case, storage)
-    some = [draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x[3], float32)]
-    add = draw_integers(rng, case.x, storage)
-    x, w, dy, bias, dbias, added = put(paired, *hosts, *some, add)
-    same(both(paired, case, x, w, dy, tf32=tf32), both_expected(case, *hosts, storage))
-    found = both(paired, case, x, w, dy, bias, tf32, bias=dbias, add=added)
-    rectified = paired.to_host(paired.conv2d(x, w, bias, **case.options, tf32=tf32, relu=True))
-    y, dx = both_expected(case, *hosts, storage, *some, add)
-    same([*found, rectified], [y, dx, np.maximum(y.astype(np.float64), 0.0)])
+    exact_on_whole_numbers(paired, case, storage, rng, both, tf32)
 
 
 @STORAGE
 @cases(CASES)
 def test_equals_definition_and_repeats(paired, case, storage, tf32, rng):
-    x, w, dy = hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
-    placed = put(paired, *hosts)
-    y, dx = found = both(paired, case, *placed, tf32=tf32)
-    same(both(paired, case, *placed, tf32=tf32), found)
-    check = {"scale": 32, "tf32": bool(tf32)}
-    assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], **check)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(dx, expected, storage, terms=case.terms[1], **check)
+    equals_definition(paired, case, storage, rng, both, tf32, scale=32)
 
 
 @cases(CASES)
@@ -174,11 +155,7 @@ def test_all_of_the_output_and_nothing_else_is_written(paired, case, rng, monkey
 
 @cases(CASES[:3])
 def test_an_images_result_does_not_depend_on_its_batch(paired, case, rng):
-    x, dy = (draw(rng, (9, *shape[1:]), bfloat16) for shape in (case.x, case.y))
-    x, w, dy = put(paired, x, draw(rng, case.w, bfloat16), dy)
-    whole = both(paired, case, x, w, dy)
-    for images in (slice(0, 1), slice(8, 9), slice(2, 7)):
-        same(both(paired, case, x[images], w, dy[images]), [array[images] for array in whole])
+    independent_of_the_batch(paired, case, rng)
 
 
 @cases(CASES)

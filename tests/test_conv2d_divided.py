@@ -5,7 +5,6 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_divided
@@ -13,10 +12,19 @@ from minidl.cuda.convolution.conv2d_family import Choice, kernel
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import bits_of_dense_arrays, both, both_expected, draws, plan_of, same, writes_its_output_alone
-from tests.reference import conv2d as reference
+from tests.convolutions import (
+    bits_of_dense_arrays,
+    both,
+    both_expected,
+    draws,
+    equals_definition,
+    exact_on_whole_numbers,
+    plan_of,
+    same,
+    writes_its_output_alone,
+)
 from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.tolerance import draw, draw_integers
 
 
 def _case(images: int, channels: int, filters: int) -> Case:
@@ -102,15 +110,8 @@ def test_every_choice_can_be_had_by_name(case):
 @cases(CASES)
 @STORAGE
 def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf32, tile, parts, rng):
-    hosts = draws(rng, case, storage)
-    bias, add = draw_integers(rng, case.w[0], float32), draw_integers(rng, case.x, storage)
-    x, w, dy, shift, added = put(hopper, *hosts, bias, add)
     with kernel(Choice("hopper", tile, (1, parts))):
-        same(both(hopper, case, x, w, dy, tf32=tf32), both_expected(case, *hosts, storage))
-        found = both(hopper, case, x, w, dy, shift, tf32, add=added)
-        rectified = hopper.to_host(hopper.conv2d(x, w, shift, **case.options, tf32=tf32, relu=True))
-    y, dx = both_expected(case, *hosts, storage, bias, None, add)
-    same([*found, rectified], [y, dx, np.maximum(y.astype(np.float64), 0.0)])
+        exact_on_whole_numbers(hopper, case, storage, rng, both, tf32)
 
 
 @cases([*CASES, _case(64, 1000, 4096), _case(4, 4096, 36)])
@@ -128,14 +129,7 @@ def test_data_gradients_in_tf32_are_those_of_the_definition(hopper, case, rng):
 @cases(CASES)
 @STORAGE
 def test_equals_definition_and_repeats(hopper, case, storage, tf32, rng):
-    x, w, dy = hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
-    placed = put(hopper, *hosts)
-    y, dx = found = both(hopper, case, *placed, tf32=tf32)
-    same(both(hopper, case, *placed, tf32=tf32), found)
-    check = {"scale": 32, "tf32": bool(tf32)}
-    assert_close(y, reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], **check)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(dx, expected, storage, terms=case.terms[1], **check)
+    equals_definition(hopper, case, storage, rng, both, tf32, scale=32)
 
 
 @cases(CASES)

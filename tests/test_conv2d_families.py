@@ -5,9 +5,7 @@ Small shapes at every edge of the families' limits; the definition is the float6
 
 from __future__ import annotations
 
-import dataclasses
 import re
-import sys
 from itertools import product
 
 import numpy as np
@@ -19,15 +17,24 @@ from minidl.cuda.convolution.conv2d_family import Choice, family, forced_family
 from minidl.cuda.convolution.conv2d_family import kernel as by_name
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_walk import walks_of
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
-from tests.convolutions import forget_plans
-from tests.reference import conv2d as reference
+from tests.convolutions import (
+    SIXTEEN,
+    bits_of_dense_arrays,
+    both,
+    equals_definition,
+    independent_of_the_batch,
+    plan_of,
+    same_bits,
+    same_bits_by_every_tile,
+    writes_its_output_alone,
+)
 from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import Case, cases, pitched, put
-from tests.tolerance import assert_close, draw
+from tests.test_conv2d_ops import Case, cases, draws, put
+from tests.tolerance import draw
 
 CASES = [
     Case("plain-3x3", (2, 9, 10, 16), (32, 3, 3), padding=(1, 1)),
@@ -61,41 +68,8 @@ CASES = [
 ]
 NAMES = ("channels-over-stages", "stride-2", "stride-3-2-dilated", "1x1", "windows-narrow")
 FEW = [case for case in CASES if case.name in NAMES]
-SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
 HOPPER = {"conv2d_hopper_kernel", "conv2d_halo_kernel"}
-GUARD = 2048  # bytes on both sides of an output
-
-
-def fits(name, case, storage, device=None):
-    """Whether a family takes both directions of a case."""
-    if name == "generic":
-        return True
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-    code = {float32: 0, bfloat16: 1, float16: 2}[storage]
-    return all(conv2d_hopper.applies(conv, code, back, device or current_device()) for back in (False, True))
-
-
-@pytest.fixture(params=["hopper", "generic"])
-def forced_ops(request, cuda_ops):
-    if request.param == "hopper" and current_device().arch != (9, 0):
-        pytest.skip("needs compute capability 9.0")
-    with family(request.param):
-        yield cuda_ops
-
-
-def both(ops, case, x, w, dy, **backward):
-    """Output and data gradient."""
-    y = ops.conv2d(x, w, backward.pop("forward_bias", None), **case.options)
-    return y, ops.conv2d_backward_data(dy, w, (dy.shape[0], *case.x[1:]), **case.options, **backward)
-
-
-def bits(ops, array):
-    return ops.to_host(array).view(np.uint16)
-
-
-def draws(rng, case, storage):
-    return tuple(draw(rng, shape, storage) for shape in (case.x, case.w, case.y))
 
 
 # ---------------------------------------------------------------------------------------------------- without a GPU
@@ -155,14 +129,14 @@ def test_a_family_that_cannot_do_it_is_refused():
 
 @cases(CASES)
 def test_small_cases_reach_the_hopper_family(case):
-    assert fits("hopper", case, bfloat16, BUILT_IN["H200"])
+    assert all(conv2d_hopper.applies(plan_of(case), 1, back, BUILT_IN["H200"]) for back in (False, True))
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward_data"])
 @cases(CASES)
 def test_the_walk_of_the_copy_engine_meets_every_tap(case, backward):
     """Pixels of the bounding box, moved by a tap's offset, are those of the definition, and the box holds them all."""
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
+    conv = plan_of(case)
     for axis in (0, 1):
         sizes, outputs = (conv.height, conv.width)[axis], (conv.out_height, conv.out_width)[axis]
         stride, padding, dilation = conv.stride[axis], conv.padding[axis], conv.dilation[axis]
@@ -275,170 +249,48 @@ def test_what_lies_across_cache_lines_is_known():
 @SIXTEEN
 @cases(CASES)
 def test_equals_definition(forced_ops, case, storage, rng):
-    x, w, dy = draws(rng, case, storage)
-    bias, dbias = draw(rng, case.w[0], float32), draw(rng, case.x[3], float32)
-    add = draw(rng, case.x, storage)
-    y, dx = both(forced_ops, case, *put(forced_ops, x, w, dy))
-    assert_close(forced_ops.to_host(y), reference.conv2d(x, w, **case.options), storage, terms=case.terms[0], scale=CUT)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options)
-    assert_close(forced_ops.to_host(dx), expected, storage, terms=case.terms[1], scale=CUT)
-    some = dict(zip(("forward_bias", "bias", "add"), put(forced_ops, bias, dbias, add), strict=True))
-    y, dx = both(forced_ops, case, *put(forced_ops, x, w, dy), **some)
-    expected = reference.conv2d(x, w, bias, **case.options)
-    assert_close(forced_ops.to_host(y), expected, storage, terms=case.terms[0] + 1, scale=CUT)
-    expected = reference.conv2d_backward_data(dy, w, case.x, **case.options, bias=dbias, add=add)
-    assert_close(forced_ops.to_host(dx), expected, storage, terms=case.terms[1] + 2, scale=CUT)
+    equals_definition(forced_ops, case, storage, rng, both, scale=CUT)
 
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(forced_ops, case, rng):
-    hosts, add = draws(rng, case, bfloat16), draw(rng, case.x, bfloat16)
-    x, w, dy = put(forced_ops, *hosts)
-    expected = both(forced_ops, case, x, w, dy, add=forced_ops.from_host(add))
-    for before, after in ((8, 16), (3, 2), (4, 4)):
-        x, dy, other = (pitched(forced_ops, host, before, after) for host in (hosts[0], hosts[2], add))
-        for a, b in zip(expected, both(forced_ops, case, x, w, dy, add=other), strict=True):
-            assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+    bits_of_dense_arrays(forced_ops, case, bfloat16, rng, both, ((8, 16), (3, 2), (4, 4)))
 
 
 def test_dense_arrays_at_odd_addresses(forced_ops, rng):
     case = FEW[0]
-    hosts, bias = draws(rng, case, bfloat16), draw(rng, case.w[0], float32)
+    hosts = *draws(rng, case, bfloat16), draw(rng, case.w[0], float32)
 
     def shifted(host):
         flat = forced_ops.from_host(np.concatenate([np.full(1, np.nan, host.dtype), host.ravel()]))
         return flat[1:].reshape(host.shape)
 
-    expected = both(forced_ops, case, *put(forced_ops, *hosts), forward_bias=forced_ops.from_host(bias))
-    for a, b in zip(expected, both(forced_ops, case, *map(shifted, hosts), forward_bias=shifted(bias)), strict=True):
-        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+    same_bits(both(forced_ops, case, *map(shifted, hosts)), both(forced_ops, case, *put(forced_ops, *hosts)))
 
 
 @SIXTEEN
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(forced_ops, case, storage, rng, monkeypatch):
-    """Outputs lie between guards and hold NaN before; the same bits come on every run."""
-    placed = put(forced_ops, *draws(rng, case, storage))
-    expected = both(forced_ops, case, *placed)
-    buffers = []
-
-    def guarded(shape, dtype):
-        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
-        buffer = forced_ops.empty(size + 2 * GUARD, np.uint8)
-        buffer.fill(255)  # NaN in both types
-        buffers.append((buffer, size))
-        return buffer[GUARD : GUARD + size].view(dtype).reshape(shape)
-
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
-    for a, b in zip(expected, both(forced_ops, case, *placed), strict=True):
-        assert np.isfinite(forced_ops.to_host(b).astype(np.float32)).all()
-        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
-    assert len(buffers) == 2
-    for buffer, size in buffers:
-        host = forced_ops.to_host(buffer)
-        assert (host[:GUARD] == 255).all() and (host[GUARD + size :] == 255).all()
+    writes_its_output_alone(forced_ops, case, storage, rng, both, monkeypatch)
 
 
 @cases(FEW)
 def test_an_images_result_does_not_depend_on_its_batch(forced_ops, case, rng):
-    x, dy = draw(rng, (67, *case.x[1:]), bfloat16), draw(rng, (67, *case.y[1:]), bfloat16)
-    x, w, dy = put(forced_ops, x, draw(rng, case.w, bfloat16), dy)
     # Of Hopper's family the sizes say whether the depth is cut; named, it is or is not.
     with by_name(Choice("hopper", conv2d_hopper_tiles.TILES[0].name, (1,))):
-        whole = both(forced_ops, case, x, w, dy)
-        for images in (slice(0, 1), slice(66, 67), slice(5, 38)):
-            for a, b in zip(whole, both(forced_ops, case, x[images], w, dy[images]), strict=True):
-                assert np.array_equal(bits(forced_ops, a[images]), bits(forced_ops, b))
+        independent_of_the_batch(forced_ops, case, rng)
 
 
 @cases(FEW)
 def test_batches_beyond_a_launch_are_split(forced_ops, case, rng, monkeypatch):
-    x, w, dy = put(forced_ops, *draws(rng, case, bfloat16))
+    placed = put(forced_ops, *draws(rng, case, bfloat16))
     add = forced_ops.from_host(draw(rng, case.x, bfloat16))
-    whole = both(forced_ops, case, x, w, dy, add=add)
+    whole = both(forced_ops, case, *placed, add=add)
     monkeypatch.setattr(conv2d_hopper, "ROW_LIMIT", case.x[1] * case.x[2])
-    for a, b in zip(whole, both(forced_ops, case, x, w, dy, add=add), strict=True):
-        assert np.array_equal(bits(forced_ops, a), bits(forced_ops, b))
+    same_bits(both(forced_ops, case, *placed, add=add), whole)
 
 
-@cases([case for case in CASES if case.stride == (1, 1)])
+@cases(CASES)
 @pytest.mark.parametrize("share", [1, 3])
-def test_every_tile_gives_the_same_bits(cuda_ops, case, rng, monkeypatch, share):
-    """Which tile is chosen, and so the device, cannot be seen in the result."""
-    every_tile(cuda_ops, case, rng, monkeypatch, share)
-
-
-@cases([case for case in CASES if case.stride != (1, 1)])
-def test_every_tile_gives_the_same_bits_with_strides(cuda_ops, case, rng, monkeypatch):
-    every_tile(cuda_ops, case, rng, monkeypatch, 2)
-
-
-LAUNCHER = "minidl.cuda.convolution.conv2d"  # also the name of a function there
-
-
-def poison(monkeypatch, module=None):
-    """What a module allocates, the outputs of convolutions unless given, holds NaN before it is written."""
-    module = module or sys.modules[LAUNCHER]
-    own = module.empty
-
-    def poisoned(shape, dtype):
-        array = own(shape, dtype)
-        array.fill(np.nan)
-        return array
-
-    monkeypatch.setattr(module, "empty", poisoned)
-
-
-def each_tile(monkeypatch, case, backward, share, **options):
-    """Each tile that a case may be given, forced within the loop, twice: on the device as it is, and as if it had two
-    multiprocessors, so that other blocks compute the same.
-    """
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-    devices = current_device(), dataclasses.replace(current_device(), multiprocessors=2)
-    try:
-        for tile in conv2d_hopper_tiles.candidates(conv, backward, current_device(), **options):
-            for device in devices:
-                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                forget_plans()
-                with family("hopper"):
-                    yield tile
-    finally:
-        forget_plans()
-
-
-def every_tile(ops, case, rng, monkeypatch, share):
-    """With and without what is added on the way out."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
-    hosts = draws(rng, case, bfloat16)
-    some = put(ops, draw(rng, case.x, bfloat16), draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
-    options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-    tiles = {tile for back in (False, True) for tile in conv2d_hopper_tiles.candidates(conv, back, current_device())}
-    results = {}
-    poison(monkeypatch)
-    # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
-    try:
-        for tile in tiles:
-
-            def chosen(conv, backward, *_, tile=tile):
-                able = tile in conv2d_hopper_tiles.candidates(conv, backward, current_device())
-                return tile if able else conv2d_hopper_tiles.TILES[0], share
-
-            monkeypatch.setattr(conv2d_hopper, "choose", chosen)
-            forget_plans()
-            with family("hopper"):
-                placed = put(ops, *hosts)
-                found = *both(ops, case, *placed, **options), *both(ops, case, *placed)
-                results[tile] = [bits(ops, y) for y in found]
-    finally:
-        forget_plans()
-    expected = results[conv2d_hopper_tiles.TILES[0]]
-    assert all(np.isfinite(one.view(bfloat16).astype(np.float32)).all() for one in expected)
-    different = [
-        (tile, i) for tile, found in results.items() for i in range(4) if not np.array_equal(found[i], expected[i])
-    ]
-    assert not different
+def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
+    same_bits_by_every_tile(hopper, case, bfloat16, rng, monkeypatch, share)

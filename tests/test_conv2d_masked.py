@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper
 from minidl.precision import bfloat16, float32
+from tests.convolutions import SIXTEEN, each_tile, poison
 from tests.test_batch_norm_ops import signs_of
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
@@ -94,21 +94,21 @@ def test_of_a_transposed_convolution(ops, case, dtype, rng):
 
 @SIXTEEN
 @cases(CASES)
-def test_of_a_transposed_convolution_in_each_family(forced_ops, case, storage, rng):  # noqa: F811
+def test_of_a_transposed_convolution_in_each_family(forced_ops, case, storage, rng):
     check_transposed(forced_ops, case, storage, rng)
 
 
 @SIXTEEN
 @KINDS
 @cases(CASES)
-def test_in_each_family(forced_ops, case, storage, joined, added, rng):  # noqa: F811
+def test_in_each_family(forced_ops, case, storage, joined, added, rng):
     check(forced_ops, case, *operands(rng, case, storage, joined, added))
 
 
 @SIXTEEN
 @pytest.mark.parametrize("before", [1, 8])
 @cases(FEW)
-def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):  # noqa: F811
+def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):
     """As a part of a dense block's buffer does, aligned for the copy engine or not."""
     dy, w, add, x, moments, gamma, beta, y = operands(rng, case, storage, True, True)
     rest = put(forced_ops, moments, gamma, beta)
@@ -124,21 +124,19 @@ def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng
 
 @pytest.mark.parametrize(("joined", "added", "share"), [(False, False, 1), (True, True, 3)])
 @cases(CASES)
-def test_with_every_tile(cuda_ops, case, joined, added, share, rng, monkeypatch):
+def test_with_every_tile(hopper, case, joined, added, share, rng, monkeypatch):
     """Each part that is read has been written, and no matter by which block."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
     hosts = operands(rng, case, bfloat16, joined, added)
-    poison(monkeypatch, conv2d_hopper)
+    poison(monkeypatch, "conv2d_hopper")
     found = {}
     for tile in each_tile(monkeypatch, case, True, share):
-        found.setdefault(tile, []).append(check(cuda_ops, case, *hosts))
+        found.setdefault(tile, []).append(check(hopper, case, *hosts))
     for tile, (one, other) in found.items():
         assert one == other, tile
 
 
 @cases(FEW)
-def test_a_nan_in_the_gradient_is_seen(forced_ops, case, rng):  # noqa: F811
+def test_a_nan_in_the_gradient_is_seen(forced_ops, case, rng):
     """Where the ReLU was positive: behind its zeros nothing counts."""
     dy, w, add, x, moments, gamma, beta, y = operands(rng, case, bfloat16, True, True)
     y[...], add[..., 1] = 1, np.nan

@@ -7,17 +7,15 @@ import pytest
 
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_family import Choice, family
-from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
+from tests.convolutions import SIXTEEN, each_tile, plan_of, poison
 from tests.reference import conv2d as reference
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, FEW
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import STORE, draw, draw_integers
-
-FORWARD = ("stride", "padding", "dilation", "groups")
 
 
 @pytest.fixture(autouse=True)
@@ -81,7 +79,7 @@ def test_normalising_on_the_way_is_normalising_before(ops, case, dtype, rng):
 @SIXTEEN
 @pytest.mark.parametrize("ratio", [0.0, 1e3])
 @cases(CASES)
-def test_in_each_family(forced_ops, case, storage, ratio, rng):  # noqa: F811
+def test_in_each_family(forced_ops, case, storage, ratio, rng):
     """Also against the definition, far from zero; the padding is of the normalised input."""
     x, w, norm = operands(rng, case, storage, ratio)
     y = check(forced_ops, case, x, w, norm)
@@ -108,24 +106,21 @@ def test_what_float32_loses(ops, storage, ratio, rows, rng):
 
 @pytest.mark.parametrize("share", [1, 3])
 @cases(CASES)
-def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
+def test_with_every_tile(hopper, case, share, rng, monkeypatch):
     """Every tile gives the same bits, in outputs that were poisoned before, whichever block computes what."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
     x, w, norm = operands(rng, case, bfloat16, 3.0)
-    args, found = (*put(cuda_ops, x, w), put(cuda_ops, *norm)), set()
+    args, found = (*put(hopper, x, w), put(hopper, *norm)), set()
     poison(monkeypatch)
     for _ in each_tile(monkeypatch, case, False, share, normalized=True):
-        y = cuda_ops.conv2d(args[0], args[1], norm=args[2], **case.options)
-        found.add(cuda_ops.to_host(y).tobytes())
+        y = hopper.conv2d(args[0], args[1], norm=args[2], **case.options)
+        found.add(hopper.to_host(y).tobytes())
     assert len(found) == 1
-    z = cuda_ops.batch_norm_apply(args[0], *args[2], relu=True)
-    with family("hopper"):
-        assert cuda_ops.to_host(cuda_ops.conv2d(z, args[1], **case.options)).tobytes() in found
+    z = hopper.batch_norm_apply(args[0], *args[2], relu=True)
+    assert hopper.to_host(hopper.conv2d(z, args[1], **case.options)).tobytes() in found
 
 
 @cases(FEW)
-def test_nan_and_infinity_pass_the_relu(forced_ops, case, rng):  # noqa: F811
+def test_nan_and_infinity_pass_the_relu(forced_ops, case, rng):
     """A NaN anywhere under a filter is seen in the output; minus infinity is cut off."""
     x, w, norm = operands(rng, case, bfloat16)
     norm[1][...] = np.abs(norm[1]) + 0.5
@@ -156,7 +151,7 @@ def check_weight(ops, case, x, norm, dy, accumulate):
 @SIXTEEN
 @pytest.mark.parametrize("accumulate", [False, True])
 @cases(CASES)
-def test_weight_gradients_see_the_normalised_input(forced_ops, case, storage, accumulate, rng):  # noqa: F811
+def test_weight_gradients_see_the_normalised_input(forced_ops, case, storage, accumulate, rng):
     check_weight(forced_ops, case, *whole(rng, case, storage), accumulate)
 
 
@@ -167,19 +162,16 @@ def test_weight_gradients_of_any_shape_and_type(ops, case, dtype, rng):
 
 @pytest.mark.parametrize("division", [(1, 1), (3, 1), (2, 2), (5, 1, 3)], ids=str)
 @cases(CASES)
-def test_weight_gradients_with_every_tile(cuda_ops, case, division, rng, monkeypatch):
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
+def test_weight_gradients_with_every_tile(hopper, case, division, rng, monkeypatch):
     hosts = whole(rng, case, bfloat16)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    conv = plan_of(case)
     for tile in (*conv2d_weight_hopper.TILES, conv2d_weight_hopper.HALO):
         choice = Choice("hopper", tile.name, division)
         forced = conv2d_weight_hopper.taken(choice, conv, True)
         if forced is not None:
             monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
             monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda _: True)
-            with family("hopper"):
-                check_weight(cuda_ops, case, *hosts, division[1] > 1)
+            check_weight(hopper, case, *hosts, division[1] > 1)
             monkeypatch.undo()
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.test_conv2d_families import CASES, SIXTEEN, forced_ops  # noqa: F401
+from tests.convolutions import SIXTEEN
+from tests.test_conv2d_families import CASES
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, put
 from tests.tolerance import draw
@@ -44,7 +45,7 @@ def test_any_convolution(ops, case, dtype, rng):
 @SIXTEEN
 @pytest.mark.parametrize("before", [8, 3])
 @cases(CASES)
-def test_in_each_family(forced_ops, case, storage, before, rng):  # noqa: F811
+def test_in_each_family(forced_ops, case, storage, before, rng):
     check(forced_ops, case, storage, rng, before)
 
 

@@ -10,16 +10,15 @@ import pytest
 from minidl import cpu
 from minidl.cuda.array import empty
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.convolution.conv2d_family import family, forced_family
 from minidl.cuda.device import current_device
 from minidl.cuda.rows import DTYPE
 from minidl.layers import Conv2d
 from minidl.precision import bfloat16, float16
 from minidl.value import Normalized, Origin, Value
-from tests.convolutions import forget_plans
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, fits
-from tests.test_conv2d_normalized import FORWARD, LONG, normalised, operands
+from tests.convolutions import SIXTEEN, forget_plans, plan_of
+from tests.test_conv2d_families import CASES, FEW
+from tests.test_conv2d_normalized import LONG, normalised, operands
 from tests.test_conv2d_ops import cases, put
 
 UNIT = {bfloat16: 2.0**-8, float16: 2.0**-11}
@@ -42,7 +41,7 @@ def packed(x, norm, storage):
 
 def run(ops, case, x, w, norm, storage, tile=None, share=1):
     """The output, in an array that was poisoned before; by one tile, or the one that is chosen."""
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    conv = plan_of(case)
     y = empty(conv.y_shape, storage)
     y.fill(np.nan)
     (x, w), norm = put(ops, x, w), put(ops, *norm)
@@ -86,62 +85,50 @@ def test_the_bound(storage, ratio, rng):
 @SIXTEEN
 @pytest.mark.parametrize("ratio", [0.0, 3.0])
 @cases(CASES)
-def test_with_every_tile(cuda_ops, case, storage, ratio, rng):
+def test_with_every_tile(hopper, case, storage, ratio, rng):
     """The bits of a convolution of the input as defined: padding is zero behind the ReLU, whatever the shift."""
-    if not fits("hopper", case, storage):
-        pytest.skip("needs compute capability 9.0")
     x, w, norm = operands(rng, case, storage, ratio)
     norm[2][::2] += 100
     z, device = packed(x, norm, storage), current_device()
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    conv = plan_of(case)
     for parts in conv2d_hopper_tiles.PARTS:
         tiles = conv2d_hopper_tiles.candidates(conv, False, device, normalized=True, parts=parts)
-        expected = plain(cuda_ops, case, z, w, tile=tiles[0]).tobytes() if tiles else None
+        expected = plain(hopper, case, z, w, tile=tiles[0]).tobytes() if tiles else None
         for tile, share in itertools.product(tiles, (1, 3)):
-            assert run(cuda_ops, case, x, w, norm, storage, tile, share).tobytes() == expected, tile.name
+            assert run(hopper, case, x, w, norm, storage, tile, share).tobytes() == expected, tile.name
 
 
 @cases(CASES)
-def test_nan_and_infinity_pass_the_relu(cuda_ops, case, rng):
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
+def test_nan_and_infinity_pass_the_relu(hopper, case, rng):
     x, w, norm = operands(rng, case, bfloat16)
     norm[1][...] = np.abs(norm[1]) + 0.5
     x[0, ..., 1], x[-1, ..., 2], w = np.nan, -np.inf, np.abs(w) + 1
-    y, expected = run(cuda_ops, case, x, w, norm, bfloat16), plain(cuda_ops, case, packed(x, norm, bfloat16), w)
+    y, expected = run(hopper, case, x, w, norm, bfloat16), plain(hopper, case, packed(x, norm, bfloat16), w)
     np.testing.assert_array_equal(y.astype(np.float32), expected.astype(np.float32))
     assert np.isnan(y[0]).any() and not np.isnan(y[1:]).any()
 
 
 @cases(LONG)
-def test_many_stages_twice(cuda_ops, case, rng):
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
+def test_many_stages_twice(hopper, case, rng):
     x, w, norm = operands(rng, case, bfloat16, 1.0)
-    expected = plain(cuda_ops, case, packed(x, norm, bfloat16), w).tobytes()
+    expected = plain(hopper, case, packed(x, norm, bfloat16), w).tobytes()
     for _ in range(2):
-        assert run(cuda_ops, case, x, w, norm, bfloat16).tobytes() == expected
+        assert run(hopper, case, x, w, norm, bfloat16).tobytes() == expected
 
 
-@pytest.mark.parametrize("name", ["hopper", "generic"])
 @pytest.mark.parametrize("statistics", [False, True])
 @cases(FEW)
-def test_only_where_it_is_asked_for(cuda_ops, case, statistics, name, rng, monkeypatch):
+def test_only_where_it_is_asked_for(forced_ops, case, statistics, rng, monkeypatch):
     """A kernel that has the input normalised in a pass of its own keeps to float32."""
-    if not fits(name, case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
     monkeypatch.setattr(conv2d_hopper, "normalizing_pays", lambda *_: True)
-    hosts = operands(rng, case, bfloat16, 1.0)
-    (x, w), norm = put(cuda_ops, *hosts[:2]), put(cuda_ops, *hosts[2])
-    op = (lambda *a, **o: cuda_ops.conv2d_stats(*a, **o)[0]) if statistics else cuda_ops.conv2d
-    z = cuda_ops.batch_norm_apply(x, *norm, relu=True)
-    allowed = put(cuda_ops, packed(hosts[0], hosts[2], bfloat16))[0] if name == "hopper" else z
-    with family(name):
-        for how, made in ((False, z), (True, allowed)):
-            y = op(x, w, norm=norm, **case.options, packed=how)
-            assert (
-                cuda_ops.to_host(y).tobytes() == plain(cuda_ops, case, cuda_ops.to_host(made), hosts[1], name).tobytes()
-            )
+    hosts, name = operands(rng, case, bfloat16, 1.0), forced_family()
+    (x, w), norm = put(forced_ops, *hosts[:2]), put(forced_ops, *hosts[2])
+    op = (lambda *a, **o: forced_ops.conv2d_stats(*a, **o)[0]) if statistics else forced_ops.conv2d
+    z = forced_ops.to_host(forced_ops.batch_norm_apply(x, *norm, relu=True))
+    allowed = packed(hosts[0], hosts[2], bfloat16) if name == "hopper" else z
+    for how, made in ((False, z), (True, allowed)):
+        found = forced_ops.to_host(op(x, w, norm=norm, **case.options, packed=how))
+        assert found.tobytes() == plain(forced_ops, case, made, hosts[1], name).tobytes()
 
 
 def test_a_layer_asks_for_it_where_told(rng, monkeypatch):

@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution.conv2d_family import family
 from minidl.precision import bfloat16, float32
-from tests.test_conv2d_families import CASES, FEW, SIXTEEN, each_tile, fits, forced_ops  # noqa: F401
+from tests.convolutions import SIXTEEN, each_tile
+from tests.test_conv2d_families import CASES, FEW
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
@@ -79,7 +79,7 @@ def test_on_the_way_is_afterwards(ops, case, dtype, added, rng):
 @SIXTEEN
 @ADDED
 @cases(CASES)
-def test_in_each_family(forced_ops, case, storage, added, rng):  # noqa: F811
+def test_in_each_family(forced_ops, case, storage, added, rng):
     bias = rng.standard_normal(case.w[0]).astype(np.float32) if added else None
     forward(forced_ops, case, draw(rng, case.x, storage), draw(rng, case.w, storage), bias)
     add = draw(rng, case.x, storage) if added else None
@@ -98,7 +98,7 @@ def test_in_float32(cuda_ops, case, tf32, rng):
 @SIXTEEN
 @pytest.mark.parametrize("before", [1, 8])
 @cases(FEW)
-def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):  # noqa: F811
+def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng):
     y = below(rng, case, storage)
     dy, w, mask = put(forced_ops, draw(rng, case.y, storage), draw(rng, case.w, storage), y)
     wide = pitched(forced_ops, y, before, 16)
@@ -108,33 +108,28 @@ def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng
 
 @SIXTEEN
 @cases([case for case in CASES if case.stride == (1, 1) and case.name != "one-pixel"])
-def test_sums_are_taken_on_the_way(cuda_ops, case, storage, rng):
+def test_sums_are_taken_on_the_way(hopper, case, storage, rng):
     """By the kernels for Hopper, masked or not; of one pixel they divide the depth among blocks, and take none."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
-    dy, w = put(cuda_ops, draw(rng, case.y, storage), draw(rng, case.w, storage))
-    with family("hopper"):
-        for mask in (None, cuda_ops.from_host(np.ones(case.x, storage))):
-            dx, parts = cuda_ops.conv2d_backward_data_summed(dy, w, case.x, mask=mask, **case.options)
-            assert parts is not None and parts.shape[1:] == case.x[3:]
-            assert_sums(cuda_ops, parts, cuda_ops.to_host(dx).astype(np.float64).reshape(-1, case.x[3]))
+    dy, w = put(hopper, draw(rng, case.y, storage), draw(rng, case.w, storage))
+    for mask in (None, hopper.from_host(np.ones(case.x, storage))):
+        dx, parts = hopper.conv2d_backward_data_summed(dy, w, case.x, mask=mask, **case.options)
+        assert parts is not None and parts.shape[1:] == case.x[3:]
+        assert_sums(hopper, parts, hopper.to_host(dx).astype(np.float64).reshape(-1, case.x[3]))
 
 
 @pytest.mark.parametrize("share", [1, 3])
 @cases(CASES)
-def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
+def test_with_every_tile(hopper, case, share, rng, monkeypatch):
     """No matter by which block."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
     x, w, dy, add = (draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y, case.x))
     bias, mask = rng.standard_normal(case.w[0]).astype(np.float32), below(rng, case, bfloat16)
     for gradient in (False, True):
         found = {}
         for tile in each_tile(monkeypatch, case, gradient, share):
             found.setdefault(tile, []).append(
-                backward(cuda_ops, case, dy, w, mask, add if share > 1 else None)
+                backward(hopper, case, dy, w, mask, add if share > 1 else None)
                 if gradient
-                else forward(cuda_ops, case, x, w, bias)
+                else forward(hopper, case, x, w, bias)
             )
         for tile, (one, other) in found.items():
             assert one == other, tile

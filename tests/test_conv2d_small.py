@@ -98,8 +98,8 @@ def test_whole_numbers_give_the_bits_of_the_definition(small, case, storage, rng
 
 @cases(LARGE)
 @EVERY
-def test_equals_definition(small, case, storage, rng):
-    equals_definition(small, case, storage, rng)
+def test_equals_definition(small, case, storage, rng, three):
+    equals_definition(small, case, storage, rng, three)
 
 
 @cases(CASES)

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 
 import minidl as m
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.graph import Graph
 from minidl.layers import Add, BatchNorm2d, Conv2d, Flatten, Linear, ReLU
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import SIXTEEN, forget_plans, plan_of
+from tests.convolutions import SIXTEEN, each_tile, poison
 from tests.test_batch_norm_ops import signs_of
-from tests.test_conv2d_families import fits, poison
 from tests.test_conv2d_ops import Case, cases, put
 from tests.test_optim import gradients
 from tests.tolerance import draw
@@ -59,31 +55,17 @@ def check(ops, case, hosts):
 
 @SIXTEEN
 @cases(CASES)
-def test_what_is_not_there_is_zero(cuda_ops, case, storage, rng):
-    if not fits("hopper", case, storage):
-        pytest.skip("needs compute capability 9.0")
-    with family("hopper"):
-        check(cuda_ops, case, operands(rng, case, storage))
+def test_what_is_not_there_is_zero(hopper, case, storage, rng):
+    check(hopper, case, operands(rng, case, storage))
 
 
 @pytest.mark.parametrize("share", [1, 3])
 @cases(CASES)
-def test_with_every_tile(cuda_ops, case, share, rng, monkeypatch):
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
+def test_with_every_tile(hopper, case, share, rng, monkeypatch):
     hosts = operands(rng, case, bfloat16)
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    poison(monkeypatch, conv2d_hopper)
-    try:
-        for tile in conv2d_hopper_tiles.candidates(plan_of(case), True, current_device()):
-            for device in (current_device(), few):
-                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                forget_plans()
-                with family("hopper"):
-                    check(cuda_ops, case, hosts)
-    finally:
-        forget_plans()
+    poison(monkeypatch, "conv2d_hopper")
+    for _ in each_tile(monkeypatch, case, True, share):
+        check(hopper, case, hosts)
 
 
 @pytest.mark.parametrize("which", ["3x3", "stride", "fp32", "generic"])

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, depthwise_strip
-from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.convolution import conv2d_hopper, depthwise_strip
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32
-from tests.convolutions import forget_plans
+from tests.convolutions import SIXTEEN, each_tile, plan_of, poison
 from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
-from tests.test_conv2d_families import CASES, CUT, FEW, SIXTEEN, fits, forced_ops, poison  # noqa: F401
+from tests.test_conv2d_families import CASES, CUT, FEW
 from tests.test_conv2d_ops import CASES as ALL
 from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw
-
-FORWARD = ("stride", "padding", "dilation", "groups")
 
 
 def operands(rng, case, storage, ratio=0.0):
@@ -84,7 +79,7 @@ def test_of_depthwise_convolutions(cuda_ops, case, ratio, rng, monkeypatch):
 
 @cases(DEPTHWISE)
 def test_runs_of_a_depthwise_strip_are_short_enough(case):
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    conv = plan_of(case)
     planned = depthwise_strip.plan(conv, 1, False, (64, 64), 1, 2, True)
     facts = {name: int(planned.problem[name][0]) for name in ("items", "strips", "runs", "run")}
     assert facts["run"] * planned.defines["COLUMNS"] <= depthwise_strip.MOST_SUMMED
@@ -95,40 +90,25 @@ def test_runs_of_a_depthwise_strip_are_short_enough(case):
 @SIXTEEN
 @pytest.mark.parametrize("ratio", [0.0, 1e3])
 @cases(CASES)
-def test_in_each_family(forced_ops, case, storage, ratio, rng):  # noqa: F811
+def test_in_each_family(forced_ops, case, storage, ratio, rng):
     check(forced_ops, case, *operands(rng, case, storage, ratio))
 
 
 @cases([case for case in CASES if case.stride == (1, 1)])
 @pytest.mark.parametrize("share", [1, 3])
-def test_of_every_tile(cuda_ops, case, share, rng, monkeypatch):
+def test_of_every_tile(hopper, case, share, rng, monkeypatch):
     """Each entry that is read has been written, and no matter by which block."""
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
-    hosts = operands(rng, case, bfloat16, 3.0)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    poison(monkeypatch, conv2d_hopper)
-    outputs = []
-    try:
-        for tile in conv2d_hopper_tiles.candidates(conv, False, current_device()):
-            found = []
-            for device in (current_device(), few):
-                monkeypatch.setattr(conv2d_hopper, "current_device", lambda device=device: device)
-                monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-                forget_plans()
-                with family("hopper"):
-                    y, stats = check(cuda_ops, case, *hosts)
-                found.append(stats.tobytes())
-                outputs.append(y.tobytes())
-            assert found[0] == found[1], tile
-    finally:
-        forget_plans()
-    assert len(set(outputs)) == 1
+    hosts, outputs, found = operands(rng, case, bfloat16, 3.0), set(), {}
+    poison(monkeypatch, "conv2d_hopper")
+    for tile in each_tile(monkeypatch, case, False, share):
+        y, stats = check(hopper, case, *hosts)
+        outputs.add(y.tobytes())
+        found.setdefault(tile, set()).add(stats.tobytes())
+    assert len(outputs) == 1 and all(len(statistics) == 1 for statistics in found.values())
 
 
 @cases(FEW)
-def test_a_nan_stays_in_its_channel(forced_ops, case, rng):  # noqa: F811
+def test_a_nan_stays_in_its_channel(forced_ops, case, rng):
     x, w, bias = operands(rng, case, bfloat16)
     w[3, ..., 0] = np.nan
     _, stats = forced_ops.conv2d_stats(*put(forced_ops, x, w, bias), **case.options)
@@ -138,7 +118,7 @@ def test_a_nan_stays_in_its_channel(forced_ops, case, rng):  # noqa: F811
 
 
 @cases(FEW)
-def test_constant_channels_have_no_variance(forced_ops, case):  # noqa: F811
+def test_constant_channels_have_no_variance(forced_ops, case):
     x, w = np.ones(case.x, bfloat16), np.zeros(case.w, bfloat16)
     bias = np.linspace(-1e3, 1e3, case.w[0]).astype(bfloat16).astype(np.float32)
     _, stats = forced_ops.conv2d_stats(*put(forced_ops, x, w, bias), **case.options)
@@ -148,7 +128,7 @@ def test_constant_channels_have_no_variance(forced_ops, case):  # noqa: F811
 
 
 @cases(FEW)
-def test_batches_beyond_a_launch_are_read_again(forced_ops, case, rng, monkeypatch):  # noqa: F811
+def test_batches_beyond_a_launch_are_read_again(forced_ops, case, rng, monkeypatch):
     monkeypatch.setattr(conv2d_hopper, "ROW_LIMIT", case.x[1] * case.x[2])
     check(forced_ops, case, *operands(rng, case, bfloat16))
 
@@ -181,7 +161,7 @@ def test_statistics_need_no_module_state():
 
 @SIXTEEN
 @cases(FEW)
-def test_unfinished_statistics_become_the_same_moments(forced_ops, case, storage, rng):  # noqa: F811
+def test_unfinished_statistics_become_the_same_moments(forced_ops, case, storage, rng):
     ops, channels = forced_ops, case.w[0]
     arrays = put(ops, *operands(rng, case, storage))
     found = []

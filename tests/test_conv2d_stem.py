@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 
 import numpy as np
 import pytest
@@ -15,8 +14,8 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
+from tests.convolutions import plan_of, poison
 from tests.reference import conv2d as reference
-from tests.test_conv2d_families import poison
 from tests.test_conv2d_ops import Case, cases, draws, pitched, put, weight_gradient
 from tests.test_conv2d_statistics import check, operands
 from tests.tolerance import assert_close, draw, draw_integers
@@ -71,10 +70,6 @@ CASES = EDGES + _random(12)
 PLANNED = [case for case in CASES if case.x[0]]
 
 
-def _conv(case: Case):
-    return convolution("test", case.x, case.w, *case.options.values())
-
-
 # ------------------------------------------------------------------------------------------------- plans, without a GPU
 
 
@@ -112,7 +107,7 @@ def test_a_forced_family_refuses_what_it_cannot_do(case):
         with pytest.raises(ValueError, match="stem"):
             out = cuda.empty(case.w, np.float32)
             cuda.conv2d_backward_weight(cuda.empty(case.y, bfloat16), x, **case.options, out=out)
-    assert not any(conv2d_stem.applies(_conv(case), which, 1) for which in ("forward", "backward_weight"))
+    assert not any(conv2d_stem.applies(plan_of(case), which, 1) for which in ("forward", "backward_weight"))
 
 
 def test_the_family_has_no_data_gradient():
@@ -134,7 +129,7 @@ def _length(defines):
 @DEVICES
 @cases(PLANNED)
 def test_blocks_cover_the_output_and_their_rows_hold_every_window(case, device):
-    conv = _conv(case)
+    conv = plan_of(case)
     forwards = [conv2d_stem.plan_forward(conv, code, (1, 1), device) for code in (0, 1)]
     weight = conv2d_stem.plan_weight(conv, 1, conv.out_channels, (1, 1), device)
     for plan in (*forwards, weight):
@@ -180,7 +175,7 @@ def test_the_order_of_every_sum_is_the_same_on_all_devices_and_alignments(case):
 
     Weight gradients that wgmma multiplies are cut for that.
     """
-    conv, free = _conv(case), {"VEC_X", "VEC_Y", "VEC_DY"}
+    conv, free = plan_of(case), {"VEC_X", "VEC_Y", "VEC_DY"}
     blocks = {"TILE_P", "TILE_Q", "TILE_N", "RESIDENT", "FRAGMENTS", "BLOCKS", "WARPGROUP"}
     seen, together = set(), set()
     for device, vector in itertools.product(BUILT_IN.values(), (1, 2, 8)):
@@ -210,7 +205,7 @@ def test_first_layers_of_common_networks_are_multiplied_by_wgmma():
 @cases(PLANNED)
 def test_a_warp_sums_few_enough_values_of_a_channel(device, case):
     """As many squares of eight bits as float32 adds up without loss."""
-    plan = conv2d_stem.plan_forward(_conv(case), 1, (1, 1), device)
+    plan = conv2d_stem.plan_forward(plan_of(case), 1, (1, 1), device)
     fragments = plan.defines["TILE_P"] * plan.defines["TILE_Q"] // 16
     assert not plan.defines["WARPGROUP"] or -(-fragments // conv2d_stem.WARPS) * 16 <= 256
 
@@ -281,15 +276,7 @@ def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, d
     expected = run()
     for a, b in zip(expected, run(), strict=True):
         assert np.array_equal(a, b)
-    empty = stem.empty
-
-    def poisoned(shape, dtype):
-        array = empty(shape, dtype)
-        array.view(np.uint8).fill(255)  # NaN in every storage type
-        return array
-
-    for name in ("conv2d", "conv2d_stem", "channel_sum"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{name}"], "empty", poisoned)
+    poison(monkeypatch, "conv2d", "conv2d_stem", "channel_sum")
     for a, b in zip(expected, run(), strict=True):
         assert np.array_equal(a, b)
 

@@ -5,25 +5,29 @@ On whole numbers nothing is rounded, so every bit is that of the definition; wha
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
 from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from tests import convolutions
-from tests.convolutions import Guarded, both, both_expected, forget_plans, same, three, three_expected
+from tests.convolutions import (
+    bits_of_dense_arrays,
+    both,
+    exact_on_whole_numbers,
+    same,
+    same_bits_by_every_tile,
+    three,
+    three_expected,
+    writes_its_output_alone,
+)
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
-from tests.test_conv2d_families import CUT, poison
-from tests.test_conv2d_ops import Case, cases, pitched, put
+from tests.test_conv2d_families import CUT
+from tests.test_conv2d_ops import Case, cases, put
 from tests.test_conv2d_weight_hopper import rounded
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.tolerance import assert_close, draw
 
 CASES = [
     *SIXTEEN_BIT,
@@ -73,11 +77,7 @@ def test_it_is_taken_where_rounding_is_allowed():
 
 @cases(CASES)
 def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, rng):
-    hosts = draws(rng, case)
-    some = [draw_integers(rng, shape, float32) for shape in (case.w[0], case.x[3], case.x)]
-    same(both(hopper, case, *put(hopper, *hosts), tf32=1), both_expected(case, *hosts, float32))
-    given = dict(zip(("forward_bias", "bias", "add"), put(hopper, *some), strict=True))
-    same(both(hopper, case, *put(hopper, *hosts), tf32=1, **given), both_expected(case, *hosts, float32, *some))
+    exact_on_whole_numbers(hopper, case, float32, rng, both, tf32=1)
 
 
 @cases([case for case in SOME if max(case.terms) < 1000])  # the units cut long sums off
@@ -97,47 +97,17 @@ def test_operands_are_rounded_to_nearest(hopper, case, rng):
 @cases(CASES)
 @pytest.mark.parametrize("share", [1, 3])
 def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
-    hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
-    some = put(hopper, *(draw(rng, shape, float32) for shape in (case.x, case.w[0], case.x[3])))
-    options = dict(zip(("add", "forward_bias", "bias"), some, strict=True))
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in ("stride", "padding", "dilation", "groups")))
-    results = {}
-    poison(monkeypatch)
-    # Two multiprocessors: blocks that work on several tiles, and groups of blocks, at these sizes already.
-    few = dataclasses.replace(current_device(), multiprocessors=2)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "current_device", lambda: few)
-    try:
-        for tile in conv2d_hopper_tiles.candidates(conv, False, few):
-            monkeypatch.setattr(conv2d_hopper, "choose", lambda *_, tile=tile: (tile, share))
-            forget_plans()
-            placed = put(hopper, *hosts)
-            results[tile] = *both(hopper, case, *placed, tf32=1, **options), *both(hopper, case, *placed, tf32=1)
-    finally:
-        forget_plans()
-    first = results[conv2d_hopper_tiles.TILES[0]]
-    assert all(np.isfinite(one).all() for one in first)
-    assert set(results) >= set(conv2d_hopper_tiles.TILES)
-    for found in results.values():
-        same(found, first)
+    same_bits_by_every_tile(hopper, case, float32, rng, monkeypatch, share)
 
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
-    hosts, add = draws(rng, case), draw(rng, case.x, float32)
-    x, w, dy = put(hopper, *hosts)
-    expected = both(hopper, case, x, w, dy, tf32=1, add=hopper.from_host(add))
-    for before, after in ((4, 8), (3, 2), (1, 1)):
-        x, dy, other = (pitched(hopper, host, before, after) for host in (hosts[0], hosts[2], add))
-        same(both(hopper, case, x, w, dy, tf32=1, add=other), expected)
+    bits_of_dense_arrays(hopper, case, float32, rng, both, ((4, 8), (3, 2), (1, 1)), tf32=1)
 
 
 @cases(CASES)
 def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
-    hosts = draws(rng, case)
-    placed, guarded = put(hopper, *hosts), Guarded(hopper)
-    monkeypatch.setattr(sys.modules["minidl.cuda.convolution.conv2d"], "empty", guarded)
-    same(both(hopper, case, *placed, tf32=1), both_expected(case, *hosts, float32))
-    guarded.check(2)
+    writes_its_output_alone(hopper, case, float32, rng, both, monkeypatch, tf32=1)
 
 
 @cases(SOME)

@@ -187,8 +187,8 @@ def test_whole_numbers_give_the_bits_of_the_definition(thin, case, storage, rng)
 
 @cases(LARGE)
 @EVERY
-def test_equals_definition(thin, case, storage, rng):
-    equals_definition(thin, case, storage, rng)
+def test_equals_definition(thin, case, storage, rng, three):
+    equals_definition(thin, case, storage, rng, three)
 
 
 @cases([*LARGE, *HALVES[-2:]])

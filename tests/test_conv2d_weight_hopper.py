@@ -10,9 +10,9 @@ import pytest
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
 from minidl.cuda.convolution import conv2d_weight_tiles
 from minidl.cuda.convolution.conv2d_family import family
-from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float16, float32
+from tests.convolutions import plan_of
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
@@ -69,15 +69,11 @@ def draw_exact(rng, shape, storage, tf32) -> np.ndarray:
 
 def cut_off(case: Case, expected: np.ndarray) -> float:
     """`CUT`, or what a share of many steps of 16 bits adds up: in each a unit in the last place of its sum at most."""
-    steps = case.terms[2] / hopper.choose(sizes(case))[1].parts / 16
+    steps = case.terms[2] / hopper.choose(plan_of(case))[1].parts / 16
     return max(CUT, steps * float(np.abs(expected).max()) / (8 * case.terms[2] ** 0.5))
 
 
-def sizes(case: Case):
-    return convolution("test", case.x, case.w, case.stride, case.padding, case.dilation, case.groups)
-
-
-HALO_CASES = [case for case in CASES if hopper.halo(sizes(case)) is not None]
+HALO_CASES = [case for case in CASES if hopper.halo(plan_of(case)) is not None]
 
 
 def _needs_hopper(ops):

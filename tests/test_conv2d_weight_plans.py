@@ -22,10 +22,11 @@ from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, taken
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
+from tests.convolutions import plan_of
 from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import cases
-from tests.test_conv2d_weight_hopper import CASES, EVERY_TILE, H200, HALO_CASES, KIND, TILES, sizes
+from tests.test_conv2d_weight_hopper import CASES, EVERY_TILE, H200, HALO_CASES, KIND, TILES
 from tests.tolerance import draw
 from tests.variants import covering_each
 
@@ -57,7 +58,7 @@ def of_groups(conv):
 @cases(CASES)
 @pytest.mark.parametrize(("code", "tf32"), [(1, 0), (0, 1)])
 def test_the_engine_walks_the_pixels_of_the_definition(case, code, tf32, rng):
-    conv = sizes(case)
+    conv = plan_of(case)
     x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
     (_, _), (view, _) = hopper._views(conv, code, (conv.channels, conv.out_channels), tf32)._views
     rows = dy.reshape(-1, conv.out_channels)
@@ -78,7 +79,7 @@ def test_the_engine_walks_the_pixels_of_the_definition(case, code, tf32, rng):
 
 @cases(HALO_CASES)
 def test_a_tap_is_one_offset_for_all_points_of_the_grid(case, rng):
-    conv = sizes(case)
+    conv = plan_of(case)
     grid = hopper.halo(conv)
     x, dy = (draw(rng, shape, np.float64) for shape in (case.x, case.y))
     (of_dy, _), (of_x, _) = halo_views(conv, 1, (conv.channels, conv.out_channels), grid)._views
@@ -104,7 +105,7 @@ def test_the_halo_serves_common_3x3_convolutions():
 def test_every_block_has_a_step():
     divisions = itertools.product((1, 2, 7, 100), (1, 2), (1, 2, 3, 5))
     for case, (tile, tf32), (parts, cluster, shared) in itertools.product(CASES, TILES, divisions):
-        conv = sizes(case)
+        conv = plan_of(case)
         if tile is hopper.HALO and hopper.halo(conv) is None:
             continue
         if shared > 1 and (cluster > 1 or not hopper.shares(tile, tf32)):

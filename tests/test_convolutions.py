@@ -36,7 +36,7 @@ def _spread(result, *operands):
 LAWS = {
     "whole-numbers": (convolutions.exact_on_whole_numbers, True, _off),
     "weights": (convolutions.exact_weight_gradient, False, _off),
-    "definition": (convolutions.equals_definition, False, _off),
+    "definition": (convolutions.equals_definition, True, _off),
     "pitched": (convolutions.bits_of_dense_arrays, True, _off_where_pitched),
     "not-finite": (convolutions.keeps_nonfinite_apart, True, _spread),
 }

@@ -29,8 +29,8 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, conv_output_size
+from tests.convolutions import poison
 from tests.reference import conv2d as reference
-from tests.test_conv2d_families import forced_ops  # noqa: F401
 from tests.tolerance import assert_close, draw, draw_integers
 
 DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
@@ -333,24 +333,16 @@ def test_16_bit_equals_exact_float32_of_the_same_values(cuda_ops, rng, storage, 
 @pytest.mark.parametrize("groups", [1, 2, 24], ids=["dense", "grouped", "depthwise"])
 def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
     """Results on top of NaN equal results on top of whatever was there: no output and no partial sum is left out."""
-    import sys
-
     options, _, placed = _problem(cuda_ops, rng, dtype, (3, 13, 11, 24), (48, 3, 3), (3, 2), (1, 0), groups)
     expected = _all(cuda_ops, *placed, **options)
 
-    def poisoned(shape, dtype):
-        array = cuda_ops.empty(shape, dtype)
-        array.view(np.uint8).fill(255)  # NaN in every storage type
-        return array
-
-    for stem in ("conv2d", "channel_sum", "widen"):
-        monkeypatch.setattr(sys.modules[f"minidl.cuda.convolution.{stem}"], "empty", poisoned)
+    poison(monkeypatch, "conv2d", "channel_sum", "widen")
     for a, b in zip(expected, _all(cuda_ops, *placed, **options), strict=True):
         assert np.isfinite(b.astype(np.float32)).all()
         assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
 
 
-def test_more_than_two_to_the_31_elements(forced_ops, rng):  # noqa: F811
+def test_more_than_two_to_the_31_elements(forced_ops, rng):
     """Offsets are 64 bits wide: the last images of a huge batch equal the same images alone."""
     ops, images, channels = forced_ops, 41000, 64
     x = ops.zeros((images, 29, 29, channels), bfloat16)
