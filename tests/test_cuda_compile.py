@@ -325,12 +325,12 @@ FILES = sorted(path.stem for name, path in nvrtc.sources().items() if name.endsw
 
 
 def _largest(launches, compiled) -> set:
-    """Of each kernel and about as many threads the one among ``compiled`` that takes most registers."""
+    """Of each kernel the one among ``compiled`` whose blocks take most registers."""
     found: dict[tuple, list] = {}
     for launch in launches:
         if (variant := (launch.stem, launch.defines)) in compiled:
-            registers, threads = _kernel(compiled, launch).registers, int(np.prod(launch.block))
-            found.setdefault((launch.stem, launch.name, threads.bit_length()), []).append((registers, variant))
+            registers = _kernel(compiled, launch).registers * int(np.prod(launch.block))
+            found.setdefault((launch.stem, launch.name), []).append((registers, variant))
     return {max(group, key=lambda entry: (entry[0], str(entry)))[1] for group in found.values()}
 
 

@@ -179,8 +179,8 @@ def test_the_benchmark_of_small_networks_runs(tmp_path):
 @pytest.mark.slow
 def test_the_recipe_runs(tmp_path):
     path = tmp_path / "rows.json"
-    program = [sys.executable, str(ROOT / "scripts" / "prune_resnet20.py"), "--data", "synthetic", "--samples", "64",
-               "--batch", "32", "--epochs", "1", "--prune-epochs", "1", "--share-epochs", "1", "--rounds", "2",
+    program = [sys.executable, str(ROOT / "scripts" / "prune_resnet20.py"), "--data", "synthetic", "--samples", "16",
+               "--batch", "8", "--epochs", "1", "--prune-epochs", "1", "--share-epochs", "1", "--rounds", "2",
                "--device", "cpu", "--only", "weight", "filter", "--json", str(path)]  # fmt: skip
     done = subprocess.run(program, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
