@@ -51,7 +51,6 @@ KINDS = {"bf16": (bfloat16, 0), "fp16": (float16, 0), "tf32": (float32, 1), "tf3
 KIND = pytest.mark.parametrize(("storage", "tf32"), KINDS.values(), ids=KINDS)
 TILES = [(tile, 0) for tile in (*hopper.TILES, hopper.HALO)]
 TILES += [(tile, tf32) for tf32 in (1, 3) for tile in hopper.tiles_of(tf32)]
-EVERY_TILE = pytest.mark.parametrize(("tile", "tf32"), TILES, ids=[f"{tile.name}-{tf32}" for tile, tf32 in TILES])
 DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2), (5, 1, 3), (3, 1, 5), (1, 1, 2)
 H200 = BUILT_IN["H200"]
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one

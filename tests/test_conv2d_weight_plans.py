@@ -26,7 +26,7 @@ from tests.convolutions import plan_of
 from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
 from tests.test_conv2d_ops import cases
-from tests.test_conv2d_weight_hopper import CASES, EVERY_TILE, H200, HALO_CASES, KIND, TILES
+from tests.test_conv2d_weight_hopper import CASES, H200, HALO_CASES, KIND, TILES
 from tests.tolerance import draw
 from tests.variants import covering_each
 
@@ -201,9 +201,11 @@ def test_the_family_is_the_one_that_measured_fastest():
 
 
 def _planned_for(tile, tf32) -> dict:
-    """The variants of one tile and their blocks: with and without a stride, both types, one partial sum or several,
-    clusters; partial sums that hold little of a tile, gradients that overflow the L2 cache."""
-    blocks, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
+    """The variants of one tile, and how many threads a multiprocessor is to hold: with and without a stride, both
+    types, one partial sum or several, clusters; partial sums that hold little of a tile, gradients that overflow the L2
+    cache."""
+    threads, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
+    resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
     much, little, vast = (512, 64), (40, 24), (4096, 4096)
     kinds = (
         (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
@@ -222,29 +224,39 @@ def _planned_for(tile, tf32) -> dict:
                 assert normalized or division[1] > 2, "only what registers do not suffice for"
                 continue
             planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, normalized, tf32)
-            blocks[planned.stem, tuple(planned.defines.items())] = planned.block
+            threads[planned.stem, tuple(planned.defines.items())] = planned.block * resident
             if planned.summed:
-                blocks["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block
-    assert len(blocks) >= 3
-    return blocks
+                threads["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block * resident
+    assert len(threads) >= 3
+    return threads
+
+
+@functools.cache
+def _planned() -> dict[str, dict]:
+    """Of all tiles of a name, for any type of operands."""
+    found: dict[str, dict] = {}
+    for tile, tf32 in TILES:
+        found.setdefault(tile.name, {}).update(_planned_for(tile, tf32))
+    return found
 
 
 @functools.cache
 def _covering_tiles() -> dict[str, list]:
-    return covering_each({f"{tile.name}-{tf32}": _planned_for(tile, tf32) for tile, tf32 in TILES})
+    return covering_each(_planned())
 
 
-@EVERY_TILE
-def test_every_tile_compiles_and_fits(tile, tf32):
-    """Whichever tile sizes choose: each with each option that it can have, and two options in some tile."""
+@pytest.mark.parametrize("name", dict.fromkeys(tile.name for tile, _ in TILES))
+def test_every_tile_compiles_and_fits(name):
+    """Whichever tile sizes choose: each with each option that it can have, TF32 among them, and two options in some
+    tile.
+    """
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
-    blocks, variants = _planned_for(tile, tf32), _covering_tiles()[f"{tile.name}-{tf32}"]
+    threads, variants = _planned()[name], _covering_tiles()[name]
     for variant, report in zip(variants, nvrtc.compile_all(variants, nvrtc.target(H200.arch), PROCESSES), strict=True):
         (kernel,) = report.kernels
         # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
         assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
-        resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
-        assert -(-kernel.registers // 8) * 8 * blocks[variant] * resident <= 65536
+        assert -(-kernel.registers // 8) * 8 * threads[variant] <= 65536
 
 
 def _gradient_of(x, dy, shape, tf32=0):
