@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import statistics
@@ -30,6 +31,7 @@ def noise(rng, n=25, sigma=0.01, correlation=0.0, outliers=0.05):
     return list(np.round(1.7 * (1 + sigma * steps) * late, 7))
 
 
+@functools.cache
 def verdicts(change, trials=TRIALS, seed=0, **kwargs):
     """How often each verdict falls where B takes ``change`` times as long as A."""
     rng = np.random.default_rng(seed)

@@ -208,11 +208,12 @@ def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed):
     terms = measure(graph, 8, found, Fake(seed)).terms
     sites = fusion.find_sites(graph)
     plan = tune(graph, 8, BF16, H200, Fake(seed))
+    least = chain.total(plan.sites, terms)
     for how in fusion.PLANS:
-        assert chain.total(plan.sites, terms) <= chain.total(fusion.choose(sites, how).sites, terms)
+        assert least <= chain.total(fusion.choose(sites, how).sites, terms)
     for site in sites:
         for way in candidates(site):
-            assert chain.total(plan.sites, terms) <= chain.total(plan.sites | {site.name: way}, terms) + 1e-9
+            assert least <= chain.total(plan.sites | {site.name: way}, terms) + 1e-9
 
 
 def test_modes_that_meet_in_a_kernel_are_timed_together():
@@ -313,13 +314,14 @@ class Racing(Fake):
         return [Timing(tuple(ms * clock)) for ms in times]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(4))
 def test_of_plans_that_ran_as_a_whole_the_fastest_is_taken(seed):
     """Where each turn is another's equal, but for its clock."""
     graph = models.build("resnet50", (64, 64, 3), 10)
     sites, clock = fusion.find_sites(graph), Racing(seed)
     plan = tune(graph, 8, BF16, H200, clock)
-    terms = measure(graph, 8, groups(graph, 8, BF16, H200), Fake(seed)).terms
+    found = groups(graph, 8, BF16, H200)
+    terms = measure(graph, 8, found, Fake(seed)).terms
     composed = tune(graph, 8, BF16, H200, Fake(seed))
     assert composed.contest == [] and plan.evidence == composed.evidence
     known = {how: fusion.choose(sites, how) for how in fusion.PLANS}
@@ -333,8 +335,8 @@ def test_of_plans_that_ran_as_a_whole_the_fastest_is_taken(seed):
     # Who did not run is behind by a twentieth in what was measured, or is one of those who did.
     limit = 1.05 * chain.total(composed.sites, terms)
     for how, other in known.items():
-        alike = [group.runs(other) for group in groups(graph, 8, BF16, H200)]
-        twins = [h for h in ran if alike == [group.runs(known[h]) for group in groups(graph, 8, BF16, H200)]]
+        alike = [group.runs(other) for group in found]
+        twins = [h for h in ran if alike == [group.runs(known[h]) for group in found]]
         assert how in ran or twins or chain.total(other.sites, terms) > limit
 
 

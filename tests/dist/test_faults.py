@@ -175,7 +175,7 @@ def test_ranks_that_fail_of_different_things_all_speak(tmp_path):
 @pytest.mark.parametrize(("options", "engine"), [(["--lr", "-1"], ""), ([], "nccl")], ids=["option", "engine"])
 def test_an_error_of_the_command_line_is_one_line(options, engine, tmp_path):
     """Also one for which the ranks cannot be joined."""
-    command = ["-m", "minidl", "train", "--device", "cpu", "--epochs", "1", *options]
+    command = ["-m", "minidl", "train", "--device", "cpu", "--model", "mlp", "--data", "synthetic", *options]
     done = job.run_program(command, 3, tmp_path, MINIDL_ENGINE=engine)
     assert done.status == 2, done.output
     said = [line for line in done.output.splitlines() if line.startswith("minidl train: ")]
