@@ -30,7 +30,7 @@ def assert_the_same(answers, ranks):
         assert answer["exact"] == [[0.0, 0.0]] * 3
 
 
-@pytest.mark.parametrize(("engine", "ranks"), [("shm", 2), ("shm", 3), ("mpi", 2), ("mpi", 4)])
+@pytest.mark.parametrize(("engine", "ranks"), [("shm", 2), ("shm", 3), ("mpi", 4)])
 def test_training_is_that_of_sums(engine, ranks, tmp_path):
     done = job.run("factors", ranks, tmp_path, "cpu", engine)
     assert done.status == 0, done.output

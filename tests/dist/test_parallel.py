@@ -17,8 +17,10 @@ def assert_equal_one_rank(answers, ranks):
         assert {case: found for case, found in answer["found"].items() if any(found.values())} == {}
 
 
-@pytest.mark.parametrize("engine", ["mpi", "shm"])
-@pytest.mark.parametrize(("ranks", "of_a_group"), [(2, 2), (3, 3), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "of_a_group", "engine"),
+    [(2, 2, "shm"), (3, 3, "shm"), (4, 4, "shm"), (4, 2, "shm"), (3, 3, "mpi"), (4, 2, "mpi")],
+)
 def test_a_convolution_of_several_ranks_equals_that_of_one(ranks, of_a_group, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     done = job.run("parallel", ranks, tmp_path, "cpu", str(of_a_group), MINIDL_ENGINE=engine)
