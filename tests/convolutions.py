@@ -300,3 +300,29 @@ def same_bits_by_every_tile(
         assert all(np.isfinite(array.astype(np.float32)).all() for array in first) and len(found) > 1
         for made in found.values():
             same_bits(made, [*first[:2], *first[:2]])
+
+
+def last_of_many_images(ops: Any, case: Case, rng: np.random.Generator, data: bool = False) -> None:
+    """Offsets are 64 bits wide: of more than 2**31 values the last two images are treated as they are alone, those
+    before, of zeros, give zeros; in whole numbers, whose sums are exact.
+
+    Args:
+        data: the data gradient, too.
+    """
+    last = ops.from_host(draw_integers(rng, (2, *case.x[1:]), bfloat16))
+    w = ops.from_host(draw_integers(rng, case.w, bfloat16, limit=1))
+    x = ops.zeros(case.x, bfloat16)
+    x[-2:] = last
+    y, alone = (ops.conv2d(images, w, **case.options) for images in (x, last))
+    assert max(x.size, y.size) > 2**31 and not ops.to_host(y[:2]).astype(np.float32).any()
+    pairs = [(y, alone)]
+    if data:
+        dx = [
+            ops.conv2d_backward_data(dy, w, shape, **case.options) for dy, shape in ((y, x.shape), (alone, last.shape))
+        ]
+        pairs.append(tuple(dx))
+    for whole, part in pairs:
+        same_bits([ops.to_host(whole[-2:])], [ops.to_host(part)])
+    gradient = weight_gradient(ops, case, alone, last)
+    assert gradient.any()
+    same([weight_gradient(ops, case, y, x)], [gradient])

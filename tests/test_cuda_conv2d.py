@@ -29,9 +29,10 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, conv_output_size
-from tests.convolutions import poison
+from tests.convolutions import last_of_many_images, poison
 from tests.reference import conv2d as reference
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.test_conv2d_ops import Case
+from tests.tolerance import assert_close, draw
 
 DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
 PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
@@ -269,23 +270,6 @@ BIG = [
 ]
 
 
-@pytest.mark.parametrize(("tf32", "groups"), [(False, 1), (True, 1), (False, 64)], ids=["fp32", "tf32", "depthwise"])
-def test_same_bits_on_every_run(cuda_ops, rng, tf32, groups):
-    options, _, placed = _problem(cuda_ops, rng, float32, filters=(64, 3, 3), groups=groups)
-    first = _all(cuda_ops, *placed, **options, tf32=tf32)
-    for _ in range(3):
-        for a, b in zip(first, _all(cuda_ops, *placed, **options, tf32=tf32), strict=True):
-            assert np.array_equal(a, b)
-
-
-@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
-def test_same_bits_on_every_run_16_bit(cuda_ops, rng, storage):
-    options, _, placed = _problem(cuda_ops, rng, storage)
-    first = _all(cuda_ops, *placed, **options)
-    for a, b in zip(first, _all(cuda_ops, *placed, **options), strict=True):
-        assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
-
-
 def test_tf32_rounds_its_operands_and_nothing_else(cuda_ops, rng):
     """Against products of operands rounded on the host the error is that of float32, far below that of TF32."""
     options, hosts, _ = _problem(cuda_ops, rng, float32)
@@ -343,26 +327,7 @@ def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
 
 
 def test_more_than_two_to_the_31_elements(forced_ops, rng):
-    """Offsets are 64 bits wide: the last images of a huge batch equal the same images alone."""
-    ops, images, channels = forced_ops, 41000, 64
-    x = ops.zeros((images, 29, 29, channels), bfloat16)
-    assert x.size > 2**31
-    last = ops.from_host(draw_integers(rng, (2, 29, 29, channels), bfloat16))
-    w = ops.from_host(draw_integers(rng, (16, 1, 1, channels), bfloat16, limit=1))
-    x[-2:] = last
-    y = ops.conv2d(x, w, **PLAIN)
-    alone = ops.conv2d(last, w, **PLAIN)
-    assert np.array_equal(ops.to_host(y[-2:]).view(np.uint16), ops.to_host(alone).view(np.uint16))
-    assert not ops.to_host(y[:2]).astype(np.float32).any()
-    dx = ops.conv2d_backward_data(y, w, x.shape, **PLAIN)
-    small_dx = ops.conv2d_backward_data(alone, w, last.shape, **PLAIN)
-    assert np.array_equal(ops.to_host(dx[-2:]).view(np.uint16), ops.to_host(small_dx).view(np.uint16))
-    # The gradient meets images of zeros but for the last; sums of whole numbers are exact.
-    dw, small_dw = ops.zeros(w.shape, float32), ops.zeros(w.shape, float32)
-    ops.conv2d_backward_weight(y, x, **PLAIN, out=dw)
-    ops.conv2d_backward_weight(alone, last, **PLAIN, out=small_dw)
-    assert ops.to_host(small_dw).any()
-    np.testing.assert_array_equal(ops.to_host(dw), ops.to_host(small_dw))
+    last_of_many_images(forced_ops, Case("large", (41000, 29, 29, 64), (16, 1, 1)), rng, data=True)
 
 
 # ------------------------------------------------------------------------------------------------- textbook kernels
