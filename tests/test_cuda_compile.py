@@ -334,6 +334,84 @@ def _largest(launches, compiled) -> set:
     return {max(group, key=lambda entry: (entry[0], str(entry)))[1] for group in found.values()}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("stem", FILES)
+@NEEDS_NVRTC
+def test_every_variant_compiles_and_fits(stem):
+    """Of a file's kernels for Hopper, whichever operation launches them, so many variants of float32 and bfloat16 that
+    each value of a macro meets each of any other; as float16, and for sm_80, those of them that take most registers of
+    each kernel; for sm_80 and 86 further what only these launch, where two values meet for the first time.
+
+    MINIDL_EVERY_VARIANT=1 compiles all for Hopper, and what is launched on the others alone. That was done once: of 180
+    kernels 13 had a variant that took more registers, at most 25 more; float16 took 3 more at most, sm_80 11, and sm_86
+    13 more than sm_80. None was near a limit.
+    """
+    device, arch = BUILT_IN["H200"], nvrtc.target((9, 0))
+    launches = _launches("H200").get(stem, [])
+    tiles = itertools.chain(*_covering_tiles().values())  # which another law compiles
+    compiled = _compiled(covering(distinct(launches), tiles), arch)
+    largest = _largest(launches, compiled)
+    known = {(launch.stem, launch.defines) for launch in launches}
+    halves = _compiled([v for v in known if v not in compiled and as_bfloat16(v) in largest], arch)
+    problems = _all_problems(launches, compiled | halves, device)
+    for (file, defines), report in (compiled | halves).items():
+        for kernel, opcodes in machine_code.kernels(report.image):
+            if problem := _hasty(file, kernel, opcodes):
+                problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
+
+    launches = _launches("A100").get(stem, [])
+    ampere = _compiled(covering(distinct(launches, known), compiled) + list(_largest(launches, compiled)), "sm_80")
+    # Of what is compiled for others only: shared memory is the same on all.
+    problems |= _all_problems(launches, compiled | ampere, BUILT_IN["A100"])
+    known |= {(launch.stem, launch.defines) for launch in launches}
+
+    launches = _launches("RTX 3090").get(stem, [])
+    reports = compiled | ampere
+    reports |= _compiled(covering(distinct(launches, known), reports), "sm_86")
+    problems |= _all_problems(launches, reports, BUILT_IN["RTX 3090"])
+    assert not problems, "\n".join(sorted(problems))
+
+
+@NEEDS_NVRTC
+def test_the_assembler_makes_the_same_of_sm_86_and_sm_89():
+    for stem in ("batch_norm", "conv2d", "csb"):
+        file, defines = max(distinct(_launches("L40")[stem]), key=str)
+        older, newer = (nvrtc.build(file, arch, dict(defines)).kernels for arch in ("sm_86", "sm_89"))
+        assert older == newer
+
+
+HASTY = {
+    "": "waits for its predecessor 0 times",
+    "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
+    "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
+    "if (threadIdx.x > 31) return; await_predecessor();": "may end before",
+    "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
+}
+
+
+@pytest.mark.parametrize("body", HASTY)
+@NEEDS_NVRTC
+def test_a_kernel_that_does_not_wait_in_time_is_found(body):
+    source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
+    image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
+    opcodes = dict(machine_code.kernels(image))
+    found, expected = _hasty("k", "k", opcodes["k"]), HASTY[body]
+    assert found is None if expected is None else expected in found, found
+    assert _hasty("spin", "spin", opcodes["spin"]) is None
+    assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
+
+
+# Before the name may stand a macro, and attributes whose own brackets nest once.
+_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:[A-Z]+\s+)?(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(')
+
+
+def test_every_kernel_is_launched_by_a_call():
+    """Only of what is launched the law above says that it fits and spills nothing."""
+    launched = {(of.stem, of.name) for name in ("A100", "H200") for of in itertools.chain(*_launches(name).values())}
+    written = {(stem, kernel) for stem in FILES for kernel in _ENTRY.findall(nvrtc.source_of(stem))}
+    assert written == launched
+
+
 def _tiles_of_hopper():
     """Whole ones and those that clusters cut, of plain convolutions and of those that normalise their input."""
     deep = convolution("test", (4, 16, 16, 256), (256, 1, 1, 256), (1, 1), (0, 0), (1, 1), 1)
@@ -399,84 +477,6 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
         assert kernel.registers * tile.threads * tile.resident <= REGISTERS
         assert not _hasty("conv2d_hopper", kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stem", FILES)
-@NEEDS_NVRTC
-def test_every_variant_compiles_and_fits(stem):
-    """Of a file's kernels for Hopper, whichever operation launches them, so many variants of float32 and bfloat16 that
-    each value of a macro meets each of any other; as float16, and for sm_80, those of them that take most registers of
-    each kernel; for sm_80 and 86 further what only these launch, where two values meet for the first time.
-
-    MINIDL_EVERY_VARIANT=1 compiles all for Hopper, and what is launched on the others alone. That was done once: of 180
-    kernels 13 had a variant that took more registers, at most 25 more; float16 took 3 more at most, sm_80 11, and sm_86
-    13 more than sm_80. None was near a limit.
-    """
-    device, arch = BUILT_IN["H200"], nvrtc.target((9, 0))
-    launches = _launches("H200").get(stem, [])
-    tiles = itertools.chain(*_covering_tiles().values())  # which the law above compiles
-    compiled = _compiled(covering(distinct(launches), tiles), arch)
-    largest = _largest(launches, compiled)
-    known = {(launch.stem, launch.defines) for launch in launches}
-    halves = _compiled([v for v in known if v not in compiled and as_bfloat16(v) in largest], arch)
-    problems = _all_problems(launches, compiled | halves, device)
-    for (file, defines), report in (compiled | halves).items():
-        for kernel, opcodes in machine_code.kernels(report.image):
-            if problem := _hasty(file, kernel, opcodes):
-                problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
-
-    launches = _launches("A100").get(stem, [])
-    ampere = _compiled(covering(distinct(launches, known), compiled) + list(_largest(launches, compiled)), "sm_80")
-    # Of what is compiled for others only: shared memory is the same on all.
-    problems |= _all_problems(launches, compiled | ampere, BUILT_IN["A100"])
-    known |= {(launch.stem, launch.defines) for launch in launches}
-
-    launches = _launches("RTX 3090").get(stem, [])
-    reports = compiled | ampere
-    reports |= _compiled(covering(distinct(launches, known), reports), "sm_86")
-    problems |= _all_problems(launches, reports, BUILT_IN["RTX 3090"])
-    assert not problems, "\n".join(sorted(problems))
-
-
-@NEEDS_NVRTC
-def test_the_assembler_makes_the_same_of_sm_86_and_sm_89():
-    for stem in ("batch_norm", "conv2d", "csb"):
-        file, defines = max(distinct(_launches("L40")[stem]), key=str)
-        older, newer = (nvrtc.build(file, arch, dict(defines)).kernels for arch in ("sm_86", "sm_89"))
-        assert older == newer
-
-
-HASTY = {
-    "": "waits for its predecessor 0 times",
-    "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
-    "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
-    "if (threadIdx.x > 31) return; await_predecessor();": "may end before",
-    "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
-}
-
-
-@pytest.mark.parametrize("body", HASTY)
-@NEEDS_NVRTC
-def test_a_kernel_that_does_not_wait_in_time_is_found(body):
-    source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
-    image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
-    opcodes = dict(machine_code.kernels(image))
-    found, expected = _hasty("k", "k", opcodes["k"]), HASTY[body]
-    assert found is None if expected is None else expected in found, found
-    assert _hasty("spin", "spin", opcodes["spin"]) is None
-    assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
-
-
-# Before the name may stand a macro, and attributes whose own brackets nest once.
-_ENTRY = re.compile(r'extern "C" __global__ void\s+(?:[A-Z]+\s+)?(?:__\w+__\((?:[^()]|\([^()]*\))*\)\s+)*(\w+)\(')
-
-
-def test_every_kernel_is_launched_by_a_call():
-    """Only of what is launched the law above says that it fits and spills nothing."""
-    launched = {(of.stem, of.name) for name in ("A100", "H200") for of in itertools.chain(*_launches(name).values())}
-    written = {(stem, kernel) for stem in FILES for kernel in _ENTRY.findall(nvrtc.source_of(stem))}
-    assert written == launched
 
 
 @pytest.mark.parametrize("stem", CALLS)
