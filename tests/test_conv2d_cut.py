@@ -155,7 +155,7 @@ def test_all_of_the_output_and_nothing_else_is_written(paired, case, rng, monkey
 
 @cases(CASES[:3])
 def test_an_images_result_does_not_depend_on_its_batch(paired, case, rng):
-    independent_of_the_batch(paired, case, rng)
+    independent_of_the_batch(paired, case, rng, images=9)  # of many the depth is not cut
 
 
 @cases(CASES)
