@@ -27,13 +27,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from minidl import checks, dist, launch
 from minidl.cuda import all_reduce as kernels
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.dist import ipc
 from minidl.dist.communicator import place
 from minidl.dist.nccl import NCCLCommunicator
 from minidl.dist.shm import ShmCommunicator
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
+from minidl.profile.timing import Timing, slowest
 
 ARMS, PEER = ("shm", "shm-copied", "mpi"), "mpi4py"
 FAR = float("inf")
@@ -63,8 +64,8 @@ def sample(comm: dist.Communicator, reduce: Callable[[np.ndarray], None], array:
     return (time.perf_counter() - started) * 1e3 / calls
 
 
-def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm, sample by sample; a collective."""
+def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, Timing]:
+    """Milliseconds of each arm; a collective."""
     from mpi4py import MPI
 
     array, calls = np.zeros(size // 4, np.float32), calls_of(size)
@@ -81,10 +82,10 @@ def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[fl
     for _ in range(samples):
         for name, (reduce, message) in arms.items():
             own[name].append(sample(comm, reduce, message, calls))
-    return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in arms}
+    return {name: slowest(comm, samples) for name, samples in own.items()}
 
 
-def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -> dict[str, list[float]]:
+def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -> dict[str, Timing]:
     """As `measure`, on GPUs. ``arena``: float32, placed, of `ROTATED_BYTES`."""
     import cupy
 
@@ -98,11 +99,8 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
         pointer = part.data.ptr
         comm._inline.allReduce(pointer, pointer, part.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
 
-    def captured(call: Callable[[Any], None]) -> Any:
-        with room.entered():
-            call(turns[0])
-            stream.synchronize()
-            return capture(lambda: [call(part) for part in turns], stream)[0]
+    def captured(call: Callable[[Any], None]) -> Callable[[], None]:
+        return room.capture(lambda: [call(part) for part in turns])[0]
 
     graphs = {"nccl": captured(bare)}
     for name, routes in ROUTES.items():
@@ -113,15 +111,15 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     own: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(samples + 1):
-        for name, graph in graphs.items():
+        for name, replay in graphs.items():
             stream.synchronize()
             comm.barrier()
             begin.record(stream)
-            graph.launch(stream)
+            replay()
             end.record(stream)
             end.synchronize()
             own[name].append(cupy.cuda.get_elapsed_time(begin, end) / calls)
-    return {name: [max(times) for times in zip(*comm.share(own[name][1:]), strict=True)] for name in graphs}
+    return {name: slowest(comm, taken[1:]) for name, taken in own.items()}
 
 
 def host_us(comm: NCCLCommunicator, arena: Any, torch: bool) -> dict[str, float]:
@@ -163,17 +161,16 @@ def _by_torch(part: Any) -> Callable[[], Any]:
     return partial(distributed.all_reduce, from_dlpack(part), async_op=True)
 
 
-def rows_of(size: int, ranks: int, times: dict[str, list[float]], peer_name: str) -> list[dict]:
+def rows_of(size: int, ranks: int, times: dict[str, Timing], peer_name: str) -> list[dict]:
     """Rows of the result file: ours, each with the bare call beside it."""
     peer = times[peer_name]
     rows = []
     for arm in (arm for arm in times if arm != peer_name):
-        low, median, high = statistics.quantiles(times[arm], n=4, method="inclusive")
         rows.append(
             {
-                "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm, "ms": median,
-                "min_ms": min(times[arm]), "spread": (high - low) / median, "floor_ms": None, "bytes": size,
-                "ranks": ranks, "peers": {peer_name: statistics.median(peer)}, "peers_min": {peer_name: min(peer)},
+                "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm,
+                "ms": times[arm].ms, "min_ms": times[arm].min_ms, "spread": times[arm].spread, "floor_ms": None,
+                "bytes": size, "ranks": ranks, "peers": {peer_name: peer.ms}, "peers_min": {peer_name: peer.min_ms},
             }
         )  # fmt: skip
     return rows

@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import minidl as m
 from minidl import dist, launch, models
 from minidl.bench.setup import device_of
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
 from minidl.profile.results import machine_record, result, write
@@ -134,19 +134,8 @@ def drawn(model: m.Model, images: int, shape: tuple[int, ...]) -> Any:
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The step as a CUDA graph, so that no launch is waited for; a collective."""
-    room = Room()
-    with room.entered():
-        step()
-        step()
-        room.stream.synchronize()
-        graph, _ = capture(step, room.stream)
-    kept = step  # whose arrays the graph reads
-
-    def replay() -> None:
-        assert kept
-        graph.launch(room.stream)
-
-    return replay
+    launch, _ = Room().capture(step)
+    return lambda kept=step: launch()  # whose arrays the graph reads
 
 
 def torch_step(case: Case) -> Callable[[], None] | None:
