@@ -1,7 +1,7 @@
 """Batch-norm fusion: every way of every batch norm, neighbours together, and whole training steps by plan.
 
     python benchmarks/bench_fusion.py --cases unet/32 --json benchmarks/results/h200/bench_fusion_unet.json.gz on a GPU
-    python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph --minutes 2 ...
+    python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph
 
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
 `steps` times compiled training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
@@ -10,9 +10,8 @@ decline to normalise what they read where a pass of its own should be faster, in
 `bnff-everywhere` none declines: that is what the literature's restructuring costs on these kernels. `pairs` tries all
 ways of two batch norms that share a convolution, and tells how far the measured plan is from the best (its regret).
 All three go by one tuning of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse
---map` draws it). `convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each
-case, and a second call goes on where the first one ended; --minutes ends it between two cases; --compile runs nothing,
-but compiles what the same call without it will run.
+--map` draws it). `convolutions` times single kernels (`fusion_convolutions.py`). --json is written after each case;
+--compile runs nothing, but compiles what the same call without it will run.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from minidl.fusion.tune import fastest as fastest_plan
 from minidl.fusion.tune import told
 from minidl.precision import precision
 from minidl.profile.plots.fusion import fastest
-from minidl.profile.results import load, result, write
+from minidl.profile.results import result, write
 from minidl.profile.tables import show
 
 Row = dict[str, Any]
@@ -71,8 +70,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=7)
     p.add_argument("--most-pairs", type=int, default=1000, help="of neighbours, evenly chosen where there are more")
     p.add_argument("--compile", action="store_true", help="only compile the kernels")
-    p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
-    p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     a.device = "cuda"
     return a
@@ -307,20 +305,11 @@ def main() -> None:
     if a.compile:
         compiled(a)
         return
-    started = time.perf_counter()
-    rows = load(a.json)["rows"] if a.json and Path(a.json).exists() else []
+    rows: list[Row] = []
     wanted = [(part, case) for case in a.cases for part in a.parts if part in BY_CASE]
     for part, case in [*wanted, *((part, "") for part in a.parts if part not in BY_CASE)]:
-        title = setup_of(a, case).title if case else f"map/b{a.batch}"
-        there = {(row["part"], row["case"], row["dtype"]) for row in rows}
-        if part != "convolutions" and (part, title, a.precision) in there:
-            continue
-        if time.perf_counter() - started > 60 * a.minutes:
-            print(f"not measured: {part} of {title}", flush=True)
-            continue
-        print(f"{time.perf_counter() - started:.1f} s: {part} of {title}", flush=True)
-        found = [{**row, "part": part} for row in PARTS[part](a, case)]
-        rows = [row for row in rows if part != "convolutions" or row["part"] != part] + found
+        print(f"{part} of {case or a.batch}", flush=True)
+        rows += [{**row, "part": part} for row in PARTS[part](a, case)]
         bench_train.clean("cuda")
         if a.json:
             write(a.json, result("bench_fusion", rows))
