@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from minidl import backend, checks, models
@@ -321,8 +320,8 @@ def _write(a: argparse.Namespace, content: dict[str, Any]) -> None:
         write_csv(a.csv, content)
         print(f"wrote {a.csv}")
     if a.trace:
-        warning = write_trace(Path(a.trace), content)
-        print(warning or f"wrote {a.trace}")
+        write_trace(a.trace, content)
+        print(f"wrote {a.trace}")
 
 
 def _status(a: argparse.Namespace, contents: list[dict[str, Any]]) -> int:
