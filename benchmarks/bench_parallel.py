@@ -30,6 +30,7 @@ from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
+from minidl.profile.timing import Timing
 
 DEPTH = 4
 TORCH = "torch-eager"
@@ -215,19 +216,16 @@ def rows_of(
     On CPUs ``busy_ms`` is the processor time of the busiest rank: on a machine that others use as well, what the step
     would take with cores to itself but for waiting.
     """
-    times = {name: [ms for ms, _ in found] for name, found in samples.items()}
+    times = {name: Timing(tuple(ms for ms, _ in found)) for name, found in samples.items()}
     busy = {name: statistics.median(ms for _, ms in found) for name, found in samples.items()}
-    peers = {name: statistics.median(times[name]) for name in ("alone", TORCH) if name in times}
+    peers = {name: times[name].ms for name in ("alone", TORCH) if name in times}
     rows = []
-    for name in times:
-        low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
-        rows.append(
-            {
-                "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": median,
-                "min_ms": min(times[name]), "spread": (high - low) / median, "floor_ms": None, "ranks": ranks,
-                "saved": 1 - median / peers["alone"], "peers": peers,
-            }
-        )  # fmt: skip
+    for name, its in times.items():
+        rows.append({
+            "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": its.ms, "min_ms": its.min_ms,
+            "spread": its.spread, "floor_ms": None, "ranks": ranks, "saved": 1 - its.ms / peers["alone"],
+            "peers": peers,
+        })  # fmt: skip
         if device == "cpu":
             rows[-1] |= {"busy_ms": busy[name], "busy_saved": 1 - busy[name] / busy["alone"]}
     return sorted(rows, key=lambda row: (row["arm"] != "alone", row["saved"]))

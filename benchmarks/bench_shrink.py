@@ -11,7 +11,6 @@ of some steps; on a GPU steps are compiled, as `minidl.train.Trainer` runs them.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from minidl.optim import SGD
 from minidl.profile.cost import PassCost
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
+from minidl.profile.timing import Timing
 from minidl.sparse import PrunedSGD, Pruning, shrink, to_sparse
 from minidl.step import EagerStep
 
@@ -116,13 +116,13 @@ def rows_of(
     dense = arms["dense"][0]
     itemsize = dense.precision.storage.itemsize
     whole, rows = cost(dense.graph, setup.batch, itemsize), []
+    timings = {name: Timing(tuple(taken)) for name, taken in times.items()}
     for name, (model, sparsity) in arms.items():
-        low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
         own = cost(model.graph, setup.batch, itemsize)
         rows.append({
-            "case": setup.title, "pass": "step", "dtype": precision, "arm": name, "ms": middle,
-            "spread": (high - low) / middle, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
-            "peers": {peer: statistics.median(times[peer]) for peer in ("dense", "masked")},
+            "case": setup.title, "pass": "step", "dtype": precision, "arm": name, "ms": timings[name].ms,
+            "spread": timings[name].spread, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
+            "peers": {peer: timings[peer].ms for peer in ("dense", "masked")},
             "flop_ratio": own.flop / whole.flop, "bytes_ratio": own.bytes / whole.bytes,
         })  # fmt: skip
     return rows
