@@ -233,7 +233,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
-    parser.add_argument("--chunk", type=int, default=0, help="bytes that travel at once in shared memory")
     parser.add_argument("--torch", action="store_true", help="on GPUs: torch.distributed's time of the host, as well")
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
@@ -242,8 +241,7 @@ def main() -> None:
     if options.device == "cuda":
         on_gpus(options)
         return
-    base = dist.init("cpu", "mpi")
-    comm = ShmCommunicator(base, options.chunk)
+    comm = ShmCommunicator(dist.init("cpu", "mpi"))
     rows = []
     for size in (size for size in SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure(comm, size, options.samples), PEER)
