@@ -97,7 +97,6 @@ class Bench:
             "dp": (lambda: pin(p, limit), REPEATS),
             "static": (lambda: static(p, limit), 1),
             "geeps": (lambda: geeps(p, limit), 1),
-            "geeps-lenient": (lambda: geeps(p, limit, short_lived=1), 1),
             "vdnn-all": (lambda: vdnn(p, limit), 1),
             "vdnn-conv": (lambda: vdnn(p, limit, "conv"), 1),
             "cheap": (lambda: cheap(p, limit, self.joint), 1),
@@ -170,7 +169,7 @@ def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
     for case in dict.fromkeys(row["case"] for row in rows):
         mine = [row for row in rows if row["case"] == case]
         dp = {row["share"]: row for row in mine if row["arm"] == "dp" and row["feasible"]}
-        more = [_more(mine, dp, arm) for arm in ("static", "geeps", "geeps-lenient")]
+        more = [_more(mine, dp, arm) for arm in ("static", "geeps")]
         proven = [row for row in dp.values() if row.get("milp_proven")]
         gap = max((row["gap"] for row in proven), default=None)
         lines.append([
@@ -200,7 +199,7 @@ def main() -> None:
             print(f"{name} {share:.0%}", file=sys.stderr, flush=True)
     if a.deep:
         rows.append(deep_row(a.deep))
-    columns = ["case", "feasible", "MILP proved", "largest gap", "kept / static", "/ geeps", "/ lenient", "plan ms <="]
+    columns = ["case", "feasible", "MILP proved", "largest gap", "kept / static", "/ geeps", "plan ms <="]
     show("pinning by dynamic programming", columns, summary(rows))
     if a.json:
         facts = {"ceilings": CEILINGS["H200"], "roofline_share": SHARE, "milp_seconds": a.seconds}
