@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from pages.files import NOTHING, Row, load, table
 
 
-def _pinning_rows() -> dict[tuple[str, float | None], dict[str, Row]]:
+def _pinning_rows(files: Iterable[Mapping[str, Any]]) -> dict[tuple[str, float | None], dict[str, Row]]:
     found: dict[tuple[str, float | None], dict[str, Row]] = {}
-    for file in load("cpu", "bench_pinning"):
+    for file in files:
         for row in file["rows"]:
             found.setdefault((row["case"], row.get("share")), {})[row["arm"]] = row
     return found
 
 
-def pinning() -> str:
-    """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network."""
+def pinning(files: Iterable[Mapping[str, Any]] | None = None) -> str:
+    """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network.
+
+    Args:
+        files: contents of result files; default: those of this repository.
+    """
     cases: dict[str, list[dict[str, Row]]] = {}
-    for (case, _), arms in _pinning_rows().items():
+    for (case, _), arms in _pinning_rows(load("cpu", "bench_pinning") if files is None else files).items():
         if arms["dp"]["feasible"]:
             cases.setdefault(case, []).append(arms)
     rows = []
@@ -49,7 +55,7 @@ def predicted_steps() -> str:
     }  # fmt: skip
     wanted = {"resnet50": 0.25, "resnet152": 0.25, "densenet121": 0.25, "unet": 0.3}
     rows = []
-    for (case, share), found in _pinning_rows().items():
+    for (case, share), found in _pinning_rows(load("cpu", "bench_pinning")).items():
         if share is not None and share in (wanted.get(case.split("/")[0]), 0.5, 0.75):
             ratio = lambda r: f"{r['step_ms'] / r['step_unlimited_ms']:.2f}" if r and r.get("step_ms") else "-"  # noqa: E731
             if any(found.get(arm, {}).get("step_ms") for arm in arms) and case.split("/")[0] in wanted:
