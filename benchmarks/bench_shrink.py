@@ -21,6 +21,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.sparse import shrunk
+
 from minidl import checks
 from minidl.bench.setup import Setup, device_of
 from minidl.compile import CompiledStep
@@ -31,7 +33,6 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.cost import PassCost
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 from minidl.sparse import PrunedSGD, Pruning, shrink, to_sparse
 from minidl.step import EagerStep
@@ -146,22 +147,11 @@ def main() -> None:
     pruning = PrunedSGD(twin, **options, pruning=Pruning(None, granularity="filter"))
     calls["masked"] = step_of(twin, pruning, a.batch, a.steps)
     for times in measured(calls, a.rounds, a.steps):
-        rows = rows_of(setup, arms, times, a.precision)
+        statistic = f"median of {len(times['dense'])} interleaved rounds of {a.steps} steps"
+        content = result("bench_shrink", rows_of(setup, arms, times, a.precision), statistic=statistic)
         if a.json:  # after each round: a run that is cut leaves those before
-            done = len(times["dense"])
-            statistic = f"median of {done} interleaved rounds of {a.steps} steps"
-            write(a.json, result("bench_shrink", rows, statistic=statistic))
-    tell(rows)
-
-
-def tell(rows: list[dict[str, Any]]) -> None:
-    table = [
-        [r["arm"], f"{r['parameters']:,}", f"{r['flop_ratio']:.2f}", f"{r['bytes_ratio']:.2f}", f"{r['ms']:.2f}",
-         f"{r['spread']:.1%}", f"{r['peers']['dense'] / r['ms']:.2f}", f"{r['peers']['masked'] / r['ms']:.2f}"]
-        for r in sorted(rows, key=lambda r: r["peers"]["dense"] / r["ms"])
-    ]  # fmt: skip
-    head = ["arm", "parameters", "FLOP", "bytes", "step ms", "spread", "dense / step", "masked / step"]
-    show(f"{rows[0]['case']}, {rows[0]['dtype']}", head, table)
+            write(a.json, content)
+    print(shrunk([content]))
 
 
 if __name__ == "__main__":

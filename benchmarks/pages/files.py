@@ -9,7 +9,9 @@ from typing import Any
 from minidl.profile.results import load as results_of
 from minidl.profile.tables import Cells, markdown
 
-__all__ = ["NOTHING", "RESULTS", "ROOT", "Row", "everywhere", "load", "machine_of", "machines", "results_of", "table"]
+__all__ = [
+    "NOTHING", "RESULTS", "ROOT", "File", "Row", "everywhere", "load", "machine_of", "machines", "results_of", "table",
+]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -17,15 +19,16 @@ RESULTS = ROOT / "benchmarks" / "results"
 NOTHING = "Nothing was recorded yet."
 
 Row = dict[str, Any]
+File = dict[str, Any]  # the content of one
 
 
-def load(machine: str, benchmark: str) -> list[dict[str, Any]]:
+def load(machine: str, benchmark: str) -> list[File]:
     """The result files of a machine that this benchmark made; their names begin with its."""
     found = map(results_of, sorted((RESULTS / machine).glob(f"{benchmark}*.json*")))
     return [file for file in found if file["benchmark"] == benchmark]
 
 
-def everywhere(benchmark: str) -> list[dict[str, Any]]:
+def everywhere(benchmark: str) -> list[File]:
     """The result files of all machines that this benchmark made."""
     return [file for machine in machines() for file in load(machine, benchmark)]
 
@@ -35,7 +38,7 @@ def machines() -> list[str]:
     return sorted(path.name for path in RESULTS.iterdir())
 
 
-def machine_of(file: dict[str, Any]) -> str:
+def machine_of(file: File) -> str:
     """In a word: the GPU, or how many cores."""
     machine = file["machine"]
     return machine.get("gpu") or f"CPU, {machine.get('cores', 2)} cores"

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from pages.files import NOTHING, Row, load, table
+from pages.files import NOTHING, File, Row, load, table
 
 
-def _pinning_rows(files: Iterable[Mapping[str, Any]]) -> dict[tuple[str, float | None], dict[str, Row]]:
+def _pinning_rows(files: Iterable[File]) -> dict[tuple[str, float | None], dict[str, Row]]:
     found: dict[tuple[str, float | None], dict[str, Row]] = {}
     for file in files:
         for row in file["rows"]:
@@ -17,14 +16,10 @@ def _pinning_rows(files: Iterable[Mapping[str, Any]]) -> dict[tuple[str, float |
     return found
 
 
-def pinning(files: Iterable[Mapping[str, Any]] | None = None) -> str:
-    """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network.
-
-    Args:
-        files: contents of result files; default: those of this repository.
-    """
+def pinning(files: Iterable[File]) -> str:
+    """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network."""
     cases: dict[str, list[dict[str, Row]]] = {}
-    for (case, _), arms in _pinning_rows(load("cpu", "bench_pinning") if files is None else files).items():
+    for (case, _), arms in _pinning_rows(files).items():
         if arms["dp"]["feasible"]:
             cases.setdefault(case, []).append(arms)
     rows = []
@@ -47,7 +42,7 @@ def _kept(found: list[dict[str, Row]], arm: str) -> str:
     return f"{statistics.median(ratios):.2f}" if ratios and statistics.median(ratios) < float("inf") else "-"
 
 
-def predicted_steps() -> str:
+def predicted_steps(files: Iterable[File]) -> str:
     """Simulated steps by policy, in times of the step without a limit."""
     arms = {
         "vdnn-all": "move everything (vDNN)", "geeps": "GeePS", "dp": "fewest bytes moved",
@@ -55,7 +50,7 @@ def predicted_steps() -> str:
     }  # fmt: skip
     wanted = {"resnet50": 0.25, "resnet152": 0.25, "densenet121": 0.25, "unet": 0.3}
     rows = []
-    for (case, share), found in _pinning_rows(load("cpu", "bench_pinning")).items():
+    for (case, share), found in _pinning_rows(files).items():
         if share is not None and share in (wanted.get(case.split("/")[0]), 0.5, 0.75):
             ratio = lambda r: f"{r['step_ms'] / r['step_unlimited_ms']:.2f}" if r and r.get("step_ms") else "-"  # noqa: E731
             if any(found.get(arm, {}).get("step_ms") for arm in arms) and case.split("/")[0] in wanted:
