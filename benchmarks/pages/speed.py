@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from pages.files import RESULTS, Row, everywhere, load, machine_of, machines, results_of, table
+from pages.files import RESULTS, File, Row, everywhere, machine_of, results_of, table
 
 _USUAL = {"GPU": ("compiled, auto", "links"), "CPU": ("eager",)}  # how training runs unless told otherwise
 _PEERS = {
@@ -195,17 +195,16 @@ def convolutions() -> str:
     return table(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
 
 
-def learning() -> str:
+def learning(files: Iterable[File]) -> str:
     """Networks trained through the whole path."""
     rows = []
-    for machine in machines():
-        for file in load(machine, "bench_learning"):
-            for row in file["rows"]:
-                losses = row["losses_by_tenth"]
-                what = [row["case"], machine, str(row["ranks"]), row["dtype"], row["arm"], str(row["steps"])]
-                apart = f"{row['apart']:.1%}" if row.get("apart") is not None else ""
-                figures = [f"{losses[0]:.3f} → {losses[-1]:.4f}", apart, f"{row['test_accuracy']:.3f}"]
-                rows.append([*what, *figures])
+    for file in files:
+        for row in file["rows"]:
+            losses = row["losses_by_tenth"]
+            what = [row["case"], machine_of(file), str(row["ranks"]), row["dtype"], row["arm"], str(row["steps"])]
+            apart = f"{row['apart']:.1%}" if row.get("apart") is not None else ""
+            figures = [f"{losses[0]:.3f} → {losses[-1]:.4f}", apart, f"{row['test_accuracy']:.3f}"]
+            rows.append([*what, *figures])
     head = ["network", "machine", "ranks", "dtype", "way", "steps", "loss, first → last tenth"]
     head += ["apart from the first plan", "test accuracy"]
     return table(head, rows)
@@ -215,7 +214,7 @@ TABLES = {
     "bench_train": training,
     "bench_conv": convolutions,
     "bench_ops": operations,
-    "bench_learning": learning,
+    "bench_learning": lambda: learning(everywhere("bench_learning")),
 }
 
 
