@@ -25,6 +25,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.ranks import all_reduces
+
 from minidl import checks, dist, launch
 from minidl.cuda import all_reduce as kernels
 from minidl.cuda.capture import Room
@@ -176,16 +178,6 @@ def rows_of(size: int, ranks: int, times: dict[str, Timing], peer_name: str) -> 
     return rows
 
 
-def table_of(rows: list[dict]) -> Iterator[list[str]]:
-    """A line for each size; the gain is that of arrays in shared memory over the bare call."""
-    for first in range(0, len(rows), len(ARMS)):
-        ours = rows[first : first + len(ARMS)]
-        figures = [figure for row in ours for figure in (row["min_ms"], row["ms"])]
-        peer = ours[0]["peers_min"][PEER], ours[0]["peers"][PEER]
-        gain = f"{peer[0] / ours[0]['min_ms']:.2f}"
-        yield [f"{ours[0]['bytes'] >> 10:,}", *(f"{figure:.4f}" for figure in (*figures, *peer)), gain]
-
-
 def table_of_links(rows: list[dict]) -> Iterator[list[str]]:
     """A line for each size: microseconds of all ways, the bare call and its time over that of the fastest way."""
     for size in dict.fromkeys(row["bytes"] for row in rows):
@@ -246,10 +238,10 @@ def main() -> None:
     for size in (size for size in SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure(comm, size, options.samples), PEER)
     if comm.rank == 0:
-        columns = ["KiB", *(f"{arm} {what}" for arm in (*ARMS, PEER) for what in ("min", "median")), "gain by minima"]
-        show(f"all-reduce, {comm.size} ranks, milliseconds", columns, list(table_of(rows)))
+        content = result("bench_all_reduce", rows, machine_record())
+        print(all_reduces([content]))
         if options.json:
-            write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
+            write(Path(options.json), content)
     comm.close()
 
 

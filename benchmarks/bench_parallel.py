@@ -22,6 +22,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.ranks import shared_layers
+
 import minidl as m
 from minidl import dist, launch, models
 from minidl.bench.setup import device_of
@@ -29,7 +31,6 @@ from minidl.cuda.capture import Room
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
 from minidl.profile.results import machine_record, result, write
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 
 DEPTH = 4
@@ -250,17 +251,11 @@ def main() -> None:
     for case in CASES[device]:
         times = measure(splits, case, device, precision, options.samples, options.calls)
         rows += rows_of(case, comm.size, precision, device, times)
+        content = result("bench_parallel", rows, machine_record())
         if comm.rank == 0 and options.json:
-            write(Path(options.json), result("bench_parallel", rows, machine_record()))
+            write(Path(options.json), content)
     if comm.rank == 0:
-        figures = ("ms", "min_ms", "spread", *(["busy_ms"] if device == "cpu" else []))
-        shares = ("saved", *(["busy_saved"] if device == "cpu" else []))
-        table = [
-            [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in figures), *(f"{row[key]:.1%}" for key in shares)]
-            for row in rows
-        ]
-        columns = ["network", "shared by", *(key.replace("_", " ") for key in (*figures, *shares))]
-        show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
+        print(shared_layers([content]))
     comm.close()
 
 
