@@ -45,12 +45,12 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "shared layers": lambda: ranks.shared_layers(everywhere("bench_parallel")),
     },
     "docs/fusion.md": {
-        "fused steps": fusion.fused_steps,
-        "fused sites": fusion.fused_sites,
-        "fused pairs": fusion.fused_pairs,
-        "fused convolutions": fusion.fused_convolutions,
+        "fused steps": lambda: fusion.fused_steps(everywhere("bench_fusion")),
+        "fused sites": lambda: fusion.fused_sites(everywhere("bench_fusion")),
+        "fused pairs": lambda: fusion.fused_pairs(everywhere("bench_fusion")),
+        "fused convolutions": lambda: fusion.fused_convolutions(everywhere("bench_fusion")),
     },
-    "docs/fusion_sites.md": {"each site": fusion.each_site},
+    "docs/fusion_sites.md": {"each site": lambda: fusion.each_site(everywhere("bench_fusion"))},
     "docs/memory.md": {
         "pinning": lambda: memory.pinning(load("cpu", "bench_pinning")),
         "predicted": lambda: memory.predicted_steps(load("cpu", "bench_pinning")),
@@ -88,7 +88,7 @@ def draw() -> None:
     for name, _, figure in layers.pictures(RESULTS):
         save(figure(), folder / f"{name}.png")
         made.add(f"{name}.png")
-    for name, figure in fusion.fusion_maps().items():
+    for name, figure in fusion.fusion_maps(everywhere("bench_fusion")).items():
         save(figure(), ROOT / "docs" / "images" / f"{name}.png")
     for path in folder.glob("*.png"):
         if path.name not in made:
