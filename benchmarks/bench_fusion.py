@@ -30,6 +30,8 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.fusion import each_site, fused_convolutions, fused_pairs, fused_sites, fused_steps
+
 from benchmarks import bench_train
 from minidl import cuda as ops
 from minidl import fusion
@@ -46,9 +48,7 @@ from minidl.fusion.piece import cut
 from minidl.fusion.tune import fastest as fastest_plan
 from minidl.fusion.tune import told
 from minidl.precision import precision
-from minidl.profile.plots.fusion import fastest
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 
 Row = dict[str, Any]
 STEPS = 5  # of a sample
@@ -141,25 +141,7 @@ def sites(a: argparse.Namespace, case: str) -> list[Row]:
                 "plans": [how for how, ways in runs.items() if list(ways) == row["ways"]],
             })  # fmt: skip
         counts[key] = 0
-    if rows:
-        _show_sites(rows)
     return rows
-
-
-def _show_sites(rows: list[Row]) -> None:
-    whole = {}
-    for row in rows:
-        entry = whole.setdefault((row["site"], row["arm"]), dict(row, passes={}))
-        entry["passes"][row["pass"]] = row["ms"]
-    table = [
-        [site, "x".join(map(str, row["shape"])), str(row["count"]), arm.replace("elementwise", "e")]
-        + [f"{1e3 * row['passes'][which]:.1f}" for which in PASSES]
-        + [f"{1e3 * sum(row['passes'].values()):.1f}", f"{1e3 * row['predicted_ms']:.1f}"]
-        + [", ".join(row["plans"])]
-        for (site, arm), row in whole.items()
-    ]
-    columns = ["batch norm", "shape", "times", "way", "forward", "backward", "us", "passes by model", "plans"]
-    show(f"{rows[0]['case']}: microseconds of batch norms with the layers around them", columns, table)
 
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
@@ -174,20 +156,6 @@ def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     print(f"{found.setup.title}: {len(chosen)} of {len(distinct)} pairs", flush=True)
     rows = [_pair(found, *pair) for pair in chosen]
     found.clock.release()
-    rows.sort(key=lambda row: -row["regret"])
-    table = [
-        [
-            r["site"],
-            f"{1e3 * r['ms']:.1f}",
-            f"{1e3 * r['best_ms']:.1f}",
-            f"{r['regret']:.1%}",
-            f"{r['spread']:.1%}",
-            r["best"],
-        ]
-        for r in rows
-    ]
-    columns = ["batch norms", "plan us", "best us", "regret", "spread", "best"]
-    show(f"{found.setup.title}: pairs of neighbours, all ways against the plan's", columns, table)
     return rows
 
 
@@ -223,20 +191,11 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
     ours = bench_train.Ours(setup, named, _kernels_of)
     found = bench_train.in_turns(ours, [f"compiled:{how}" for how in a.arms], a.peers, a.samples, STEPS)
     plans = {how: ours.plan(how) for how in a.arms}
-    rows = [
+    return [
         {**row, "arm": how, "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest}
         | {"tuning_s": measured.seconds if measured and how == "adaptive" else None}
         for how, row in zip(a.arms, found, strict=True)
     ]
-    columns = ["plan", "ms", "spread", "images/s", "GB", *a.peers, "ways"]
-    table = [
-        [row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}", f"{row['images_per_s']:.0f}"]
-        + [f"{row['device_bytes'] / 1e9:.2f}", *(f"{ms:.2f}" for ms in row["peers"].values())]
-        + [", ".join(f"{n} {way}" for way, n in row["ways"].items())]
-        for row in rows
-    ]
-    show(f"compiled training steps, {setup.title}, {setup.precision}", columns, table)
-    return rows
 
 
 @contextmanager
@@ -266,13 +225,8 @@ def _compile_steps(setup: Setup, arms: list[str]) -> None:
 def map_(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each way at each point: the thesis' figure."""
     mode = precision(a.precision)
-    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode, replace(BUDGET, samples=a.samples)))
-    table = [
-        [f"{kernel}x{kernel}", str(size), str(channels), row["arm"], f"{1e3 * row['ms']:.1f}"]
-        for (kernel, size, channels), row in fastest(rows).items()
-    ]
-    show(f"the best way by size, batch {a.batch}, {a.precision}", ["filter", "size", "channels", "way", "us"], table)
-    return rows
+    clock = DeviceClock(ops, mode, replace(BUDGET, samples=a.samples))
+    return measure_map(ops, a.batch, mode, machine_of(ops), clock, progress=print)
 
 
 def convolutions(a: argparse.Namespace, case: str) -> list[Row]:
@@ -284,6 +238,10 @@ def convolutions(a: argparse.Namespace, case: str) -> list[Row]:
 
 BY_CASE = {"sites": sites, "steps": steps, "pairs": pairs}
 PARTS = {**BY_CASE, "map": map_, "convolutions": convolutions}
+TABLES = {
+    "sites": (fused_sites, each_site), "steps": (fused_steps,), "pairs": (fused_pairs,),
+    "convolutions": (fused_convolutions,),
+}  # fmt: skip
 
 
 def compiled(a: argparse.Namespace) -> None:
@@ -311,8 +269,11 @@ def main() -> None:
         print(f"{part} of {case or a.batch}", flush=True)
         rows += [{**row, "part": part} for row in PARTS[part](a, case)]
         bench_train.clean("cuda")
+        content = result("bench_fusion", rows)
         if a.json:
-            write(a.json, result("bench_fusion", rows))
+            write(a.json, content)
+    for part in a.parts:
+        print(*(table([content]) for table in TABLES.get(part, ())), sep="\n\n")
 
 
 if __name__ == "__main__":
