@@ -36,6 +36,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import NOTHING
+from pages.memory import held_gradients, limited_steps
+
 from benchmarks.bench_train import clean, data, used_bytes
 from minidl import dist, models
 from minidl.bench.setup import Setup
@@ -50,7 +53,6 @@ from minidl.memory.plan import human
 from minidl.memory.record import blank, record_model
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 
 CHECKED = 3
@@ -426,24 +428,14 @@ def main() -> None:
     rows = measure(a)
     alike = all(a.comm.share(all(row["identical"] is not False for row in rows)))
     if a.comm.rank == 0:
-        summarize(rows)
+        tables = (table([{"rows": rows}]) for table in (limited_steps, held_gradients))
+        print("\n\n".join(table for table in tables if NOTHING not in table))
     a.comm.close()
     if not alike:
         raise SystemExit("other bits than without a limit")
     over = [row["arm"] for row in rows if row["peak_bytes"] > row.get("limit_bytes", row["peak_bytes"])]
     if over:
         raise SystemExit(f"over their limits, as the driver counts: {', '.join(over)}")
-
-
-def summarize(rows: list[dict[str, Any]]) -> None:
-    limited = sorted(rows[1:], key=lambda row: -row["ratio"])
-    table = [
-        [r["case"], r["arm"], f"{r['ms']:.1f}", f"{r['spread']:.1%}", f"{r['ratio']:.2f}", f"{r['ratio_to_bound']:.2f}",
-         human(r["gradient_bytes"]), human(r["step_bytes"]), human(r["peak_bytes"]), str(r["identical"])]
-        for r in [*limited, rows[0]]
-    ]  # fmt: skip
-    columns = ["case", "arm", "ms", "spread", "× free", "× bound", "gradients", "in a step", "peak", "same bits"]
-    show("training steps, slowest first", columns, table)
 
 
 if __name__ == "__main__":

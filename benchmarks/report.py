@@ -54,7 +54,8 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/memory.md": {
         "pinning": lambda: memory.pinning(load("cpu", "bench_pinning")),
         "predicted": lambda: memory.predicted_steps(load("cpu", "bench_pinning")),
-        "limited-steps": memory.limited_steps,
+        "limited-steps": lambda: memory.limited_steps(load("h200", "bench_memory_step")),
+        "held-gradients": lambda: memory.held_gradients(everywhere("bench_memory_step")),
     },
     "docs/sparse.md": {
         "products": sparse.sparse,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 
-from pages.files import NOTHING, File, Row, load, table
+from pages.files import File, Row, table
 
 
 def _pinning_rows(files: Iterable[File]) -> dict[tuple[str, float | None], dict[str, Row]]:
@@ -58,12 +58,11 @@ def predicted_steps(files: Iterable[File]) -> str:
     return table(["network", "limit", *arms.values()], rows)
 
 
-def limited_steps() -> str:
-    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them;
-    ways to hold gradients, on one rank and two."""
-    found = [row for file in load("h200", "bench_memory_step") for row in file["rows"]]
-    limited = sorted((row for row in found if "limit_bytes" in row), key=lambda row: -row["ratio"])
-    return "\n\n".join([_limited(limited), _without_a_plan(limited), _gradients()]) if limited else NOTHING
+def limited_steps(files: Iterable[File]) -> str:
+    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them."""
+    limited = [row for file in files for row in file["rows"] if "limit_bytes" in row]
+    limited.sort(key=lambda row: -row["ratio"])
+    return f"{_limited(limited)}\n\n{_without_a_plan(limited)}"
 
 
 def _limited(limited: list[Row]) -> str:
@@ -93,18 +92,16 @@ def _without_a_plan(limited: list[Row]) -> str:
     return table(["network, images, batch", "without a plan", "ms", "GiB"], rows)
 
 
-def _gradients() -> str:
-    rows = []
-    for machine in ("h200", "h200-x2"):
-        for file in load(machine, "bench_memory_step"):
-            if any(row["arm"].startswith("gradients") for row in file["rows"]):
-                rows += [
-                    [
-                        row["case"], str(row.get("ranks", 1)), row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}",
-                        f"{row['gradient_bytes'] / (1 << 20):.1f}", _gib(row["peak_bytes"]),
-                    ]
-                    for row in file["rows"] if "limit_bytes" not in row
-                ]  # fmt: skip
+def held_gradients(files: Iterable[File]) -> str:
+    """Steps by ways to hold gradients, without a limit."""
+    rows = [
+        [
+            row["case"], str(row.get("ranks", 1)), row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}",
+            f"{row['gradient_bytes'] / (1 << 20):.1f}", _gib(row["peak_bytes"]),
+        ]
+        for file in files if any(row["arm"].startswith("gradients") for row in file["rows"])
+        for row in file["rows"] if "limit_bytes" not in row
+    ]  # fmt: skip
     head = ["network, images, batch of a rank", "ranks", "gradients", "ms", "spread", "MiB of gradients", "peak GiB"]
     return table(head, rows)
 
