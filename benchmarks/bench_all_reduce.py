@@ -25,6 +25,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.ranks import all_reduces
 
 from minidl import checks, dist, launch
@@ -239,7 +240,7 @@ def main() -> None:
         rows += rows_of(size, comm.size, measure(comm, size, options.samples), PEER)
     if comm.rank == 0:
         content = result("bench_all_reduce", rows, machine_record())
-        print(all_reduces([content]))
+        print_tables(content, all_reduces)
         if options.json:
             write(Path(options.json), content)
     comm.close()

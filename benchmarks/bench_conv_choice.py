@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.tuning import choices
 
 from minidl import models
@@ -158,7 +159,7 @@ def main() -> None:
         content = result("bench_conv_choice", rows, machine)
         if a.json:  # what there is, in case that the rest takes too long
             write(a.json, content)
-    print(choices([content]))
+    print_tables(content, choices)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.fusion import each_site, fused_convolutions, fused_pairs, fused_sites, fused_steps
 
 from benchmarks import bench_train
@@ -273,7 +274,7 @@ def main() -> None:
         if a.json:
             write(a.json, content)
     for part in a.parts:
-        print(*(table([content]) for table in TABLES.get(part, ())), sep="\n\n")
+        print_tables(content, *TABLES.get(part, ()))
 
 
 if __name__ == "__main__":

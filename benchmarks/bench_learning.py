@@ -24,6 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.speed import learning
 
 from minidl import cli, dist, training
@@ -114,7 +115,7 @@ def main() -> None:
                 write(a.json, content)
     if dist.world().rank != 0:
         return
-    print(learning([content]))
+    print_tables(content, learning)
     if any((row["apart"] or 0) > APART for row in rows):
         raise SystemExit(f"plans learn differently: curves lie apart by more than {APART:.0%} of the first tenth")
 

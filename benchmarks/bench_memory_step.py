@@ -36,7 +36,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from pages.files import NOTHING
+from pages.files import print_tables
 from pages.memory import held_gradients, limited_steps
 
 from benchmarks.bench_train import clean, data, used_bytes
@@ -428,8 +428,7 @@ def main() -> None:
     rows = measure(a)
     alike = all(a.comm.share(all(row["identical"] is not False for row in rows)))
     if a.comm.rank == 0:
-        tables = (table([{"rows": rows}]) for table in (limited_steps, held_gradients))
-        print("\n\n".join(table for table in tables if NOTHING not in table))
+        print_tables({"rows": rows}, limited_steps, held_gradients)
     a.comm.close()
     if not alike:
         raise SystemExit("other bits than without a limit")

@@ -22,6 +22,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.ranks import shared_layers
 
 import minidl as m
@@ -255,7 +256,7 @@ def main() -> None:
         if comm.rank == 0 and options.json:
             write(Path(options.json), content)
     if comm.rank == 0:
-        print(shared_layers([content]))
+        print_tables(content, shared_layers)
     comm.close()
 
 

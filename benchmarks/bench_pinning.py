@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.memory import pinning
 
 from benchmarks.memory_policies import cheap, geeps, static, vdnn
@@ -176,7 +177,7 @@ def main() -> None:
         rows.append(deep_row(a.deep))
     facts = {"ceilings": CEILINGS["H200"], "roofline_share": SHARE, "milp_seconds": a.seconds}
     content = result("bench_pinning", rows, assumptions=facts)
-    print(pinning([content]))
+    print_tables(content, pinning)
     if a.json:
         write(a.json, content)
         print(f"wrote {a.json}")

@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.ranks import scaling, ways
 
 from benchmarks.bench_train import clean
@@ -397,7 +398,7 @@ def main() -> None:
             if a.json:
                 write(Path(a.json), content)
     if comm.rank == 0:
-        print("\n\n".join([scaling([content]), *[ways([content])] * (len(arms) > 2)]))
+        print_tables(content, scaling, ways)
     if a.peers:
         ddp.leave()
     comm.close()

@@ -21,6 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
 from pages.sparse import shrunk
 
 from minidl import checks
@@ -151,7 +152,7 @@ def main() -> None:
         content = result("bench_shrink", rows_of(setup, arms, times, a.precision), statistic=statistic)
         if a.json:  # after each round: a run that is cut leaves those before
             write(a.json, content)
-    print(shrunk([content]))
+    print_tables(content, shrunk)
 
 
 if __name__ == "__main__":

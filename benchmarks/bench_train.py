@@ -358,6 +358,9 @@ def compiled_ahead(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    from pages.files import print_tables
+    from pages.speed import training
+
     a = arguments()
     if a.compile:
         compiled_ahead(a)
@@ -378,10 +381,8 @@ def main() -> None:
         content = result("bench_train", rows)
         if a.json:
             write(a.json, content)
-    if any(row["peers"] for row in rows):
-        from pages.speed import training
-
-        print(training([content]))
+    if rows:
+        print_tables(content, training)
     if failed:
         raise SystemExit("\n".join(failed))
 

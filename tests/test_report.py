@@ -276,3 +276,10 @@ def test_what_a_plan_gains_is_told_of_turns_in_pairs(report):
     found = dict(zip(head, line, strict=True))
     assert found["best fixed / auto"] == "1.050, 4 of 4" and found["best fixed / adaptive"] == "1.000, 0 of 4"
     assert found["none / chosen"] == "1.43" and found["GB"] == "3.0 → 2.1"
+
+
+def test_a_benchmark_prints_what_its_pages_show_of_its_file(report, capsys):
+    files = sys.modules["pages.files"]
+    lines = files.table(["network", "ms"], [["a", "1.5"], ["", "12.5"]])
+    files.print_tables({}, lambda _: f"{lines}\n\n{files.NOTHING}", lambda _: files.NOTHING, lambda _: "## title")
+    assert capsys.readouterr().out == "\nnetwork    ms\na         1.5\n         12.5\n## title\n"

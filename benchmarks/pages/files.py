@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
 from minidl.profile.results import load as results_of
-from minidl.profile.tables import Cells, markdown
+from minidl.profile.tables import Cells, markdown, show
 
 __all__ = [
-    "NOTHING", "RESULTS", "ROOT", "File", "Row", "everywhere", "load", "machine_of", "machines", "results_of", "table",
+    "NOTHING", "RESULTS", "ROOT", "File", "Row", "everywhere", "load", "machine_of", "machines", "print_tables",
+    "results_of", "table",
 ]  # fmt: skip
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +48,13 @@ def machine_of(file: File) -> str:
 def table(columns: Sequence[str], rows: Cells, words: Container[int] = (0,)) -> str:
     """In Markdown, as `minidl.profile.tables.markdown`; a sentence where there is no row."""
     return markdown(columns, rows, words) if rows else NOTHING
+
+
+def print_tables(file: File, *tables: Callable[[list[File]], str]) -> None:
+    """Print what pages would show of this file alone; nothing of the tables for which it has no row."""
+    for part in "\n\n".join(make([file]) for make in tables).split("\n\n"):
+        lines = [line[2:-2].split(" | ") for line in part.splitlines()]
+        if part.startswith("| "):
+            show("", lines[0], lines[2:])
+        elif part != NOTHING:
+            print(part)
