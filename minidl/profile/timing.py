@@ -289,6 +289,8 @@ class HostTimer(Timer):
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
         def elapsed(calls: Sequence[Call], repeats: int) -> float:
+            for call in calls:
+                call()  # not counted: the caches are full of a rival's operands, and its threads may still be spinning
             return self._elapsed(lambda: [call() for _ in range(repeats) for call in calls])
 
         with _no_collection():
