@@ -137,7 +137,10 @@ def drawn(model: m.Model, images: int, shape: tuple[int, ...]) -> Any:
 
 def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The step as a CUDA graph, so that no launch is waited for; a collective."""
-    launch, _ = Room().capture(step)
+    room = Room()
+    with room.entered():
+        step()  # what the first one keeps is there while the second one asks for memory
+    launch, _ = room.capture(step)
     return lambda kept=step: launch()  # whose arrays the graph reads
 
 
