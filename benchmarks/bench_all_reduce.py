@@ -25,15 +25,19 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.ranks import all_reduces
+
 from minidl import checks, dist, launch
 from minidl.cuda import all_reduce as kernels
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.dist import ipc
 from minidl.dist.communicator import place
 from minidl.dist.nccl import NCCLCommunicator
 from minidl.dist.shm import ShmCommunicator
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
+from minidl.profile.timing import Timing, slowest
 
 ARMS, PEER = ("shm", "shm-copied", "mpi"), "mpi4py"
 FAR = float("inf")
@@ -63,8 +67,8 @@ def sample(comm: dist.Communicator, reduce: Callable[[np.ndarray], None], array:
     return (time.perf_counter() - started) * 1e3 / calls
 
 
-def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[float]]:
-    """Milliseconds of each arm, sample by sample; a collective."""
+def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, Timing]:
+    """Milliseconds of each arm; a collective."""
     from mpi4py import MPI
 
     array, calls = np.zeros(size // 4, np.float32), calls_of(size)
@@ -81,10 +85,10 @@ def measure(comm: ShmCommunicator, size: int, samples: int) -> dict[str, list[fl
     for _ in range(samples):
         for name, (reduce, message) in arms.items():
             own[name].append(sample(comm, reduce, message, calls))
-    return {name: [max(times) for times in zip(*comm.share(own[name]), strict=True)] for name in arms}
+    return {name: slowest(comm, samples) for name, samples in own.items()}
 
 
-def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -> dict[str, list[float]]:
+def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -> dict[str, Timing]:
     """As `measure`, on GPUs. ``arena``: float32, placed, of `ROTATED_BYTES`."""
     import cupy
 
@@ -98,11 +102,8 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
         pointer = part.data.ptr
         comm._inline.allReduce(pointer, pointer, part.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream.ptr)
 
-    def captured(call: Callable[[Any], None]) -> Any:
-        with room.entered():
-            call(turns[0])
-            stream.synchronize()
-            return capture(lambda: [call(part) for part in turns], stream)[0]
+    def captured(call: Callable[[Any], None]) -> Callable[[], None]:
+        return room.capture(lambda: [call(part) for part in turns])[0]
 
     graphs = {"nccl": captured(bare)}
     for name, routes in ROUTES.items():
@@ -113,15 +114,15 @@ def measure_links(comm: NCCLCommunicator, arena: Any, size: int, samples: int) -
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     own: dict[str, list[float]] = {name: [] for name in graphs}
     for _ in range(samples + 1):
-        for name, graph in graphs.items():
+        for name, replay in graphs.items():
             stream.synchronize()
             comm.barrier()
             begin.record(stream)
-            graph.launch(stream)
+            replay()
             end.record(stream)
             end.synchronize()
             own[name].append(cupy.cuda.get_elapsed_time(begin, end) / calls)
-    return {name: [max(times) for times in zip(*comm.share(own[name][1:]), strict=True)] for name in graphs}
+    return {name: slowest(comm, taken[1:]) for name, taken in own.items()}
 
 
 def host_us(comm: NCCLCommunicator, arena: Any, torch: bool) -> dict[str, float]:
@@ -163,30 +164,19 @@ def _by_torch(part: Any) -> Callable[[], Any]:
     return partial(distributed.all_reduce, from_dlpack(part), async_op=True)
 
 
-def rows_of(size: int, ranks: int, times: dict[str, list[float]], peer_name: str) -> list[dict]:
+def rows_of(size: int, ranks: int, times: dict[str, Timing], peer_name: str) -> list[dict]:
     """Rows of the result file: ours, each with the bare call beside it."""
     peer = times[peer_name]
     rows = []
     for arm in (arm for arm in times if arm != peer_name):
-        low, median, high = statistics.quantiles(times[arm], n=4, method="inclusive")
         rows.append(
             {
-                "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm, "ms": median,
-                "min_ms": min(times[arm]), "spread": (high - low) / median, "floor_ms": None, "bytes": size,
-                "ranks": ranks, "peers": {peer_name: statistics.median(peer)}, "peers_min": {peer_name: min(peer)},
+                "case": f"{size} bytes/{ranks} ranks", "pass": "all_reduce", "dtype": "fp32", "arm": arm,
+                "ms": times[arm].ms, "min_ms": times[arm].min_ms, "spread": times[arm].spread, "floor_ms": None,
+                "bytes": size, "ranks": ranks, "peers": {peer_name: peer.ms}, "peers_min": {peer_name: peer.min_ms},
             }
         )  # fmt: skip
     return rows
-
-
-def table_of(rows: list[dict]) -> Iterator[list[str]]:
-    """A line for each size; the gain is that of arrays in shared memory over the bare call."""
-    for first in range(0, len(rows), len(ARMS)):
-        ours = rows[first : first + len(ARMS)]
-        figures = [figure for row in ours for figure in (row["min_ms"], row["ms"])]
-        peer = ours[0]["peers_min"][PEER], ours[0]["peers"][PEER]
-        gain = f"{peer[0] / ours[0]['min_ms']:.2f}"
-        yield [f"{ours[0]['bytes'] >> 10:,}", *(f"{figure:.4f}" for figure in (*figures, *peer)), gain]
 
 
 def table_of_links(rows: list[dict]) -> Iterator[list[str]]:
@@ -236,7 +226,6 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--samples", type=int, default=9)
     parser.add_argument("--largest", type=int, default=SIZES[-1], help="bytes")
-    parser.add_argument("--chunk", type=int, default=0, help="bytes that travel at once in shared memory")
     parser.add_argument("--torch", action="store_true", help="on GPUs: torch.distributed's time of the host, as well")
     parser.add_argument("--json", help="result file")
     options = parser.parse_args()
@@ -245,16 +234,15 @@ def main() -> None:
     if options.device == "cuda":
         on_gpus(options)
         return
-    base = dist.init("cpu", "mpi")
-    comm = ShmCommunicator(base, options.chunk)
+    comm = ShmCommunicator(dist.init("cpu", "mpi"))
     rows = []
     for size in (size for size in SIZES if size <= options.largest):
         rows += rows_of(size, comm.size, measure(comm, size, options.samples), PEER)
     if comm.rank == 0:
-        columns = ["KiB", *(f"{arm} {what}" for arm in (*ARMS, PEER) for what in ("min", "median")), "gain by minima"]
-        show(f"all-reduce, {comm.size} ranks, milliseconds", columns, list(table_of(rows)))
+        content = result("bench_all_reduce", rows, machine_record())
+        print_tables(content, all_reduces)
         if options.json:
-            write(Path(options.json), result("bench_all_reduce", rows, machine_record()))
+            write(Path(options.json), content)
     comm.close()
 
 

@@ -40,7 +40,7 @@ from minidl.precision import bfloat16, float16, float32
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
-from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
+from minidl.profile.timing import Budget, DeviceTimer, HostTimer, Timing, input_sets
 
 PASSES = ("forward", "backward_data", "backward_weight")
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
@@ -226,27 +226,11 @@ def _measure_on_cpu(layer: Layer, name: str, wanted: list[str], samples: int) ->
         (ours,), (last,), (contiguous,) = arrays.ours(which), arrays.peer(which), arrays.peer(which, contiguous=True)
         errors = checked(arrays, name, which, ours(), last())
         calls = {"minidl": ours, "onednn-channels-last": last, "onednn-contiguous": contiguous}
-        times = _by_turns(calls, samples)
+        budget = Budget(samples, seconds=math.inf, sample_ms=SAMPLE_MS)
+        times = dict(zip(calls, HostTimer().in_turns([[call] for call in calls.values()], budget), strict=True))
         row = row_of(layer, name, which, errors, times.pop("minidl"), times)
         rows.append(row | _work_space(ours))
     return rows
-
-
-def _by_turns(calls: dict[str, Callable[[], Any]], samples: int) -> dict[str, Timing]:
-    """Milliseconds per call, the calls sampled in turn."""
-
-    def elapsed(call: Callable[[], Any], repeats: int) -> float:
-        started = time.perf_counter()
-        for _ in range(repeats):
-            call()
-        return (time.perf_counter() - started) / repeats * 1e3
-
-    taken: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(samples):
-        for name, call in calls.items():
-            once = elapsed(call, 1)  # not counted: threads of the side before may still be spinning
-            taken[name].append(elapsed(call, max(1, math.ceil(SAMPLE_MS / once))))
-    return {name: Timing(tuple(ms)) for name, ms in taken.items()}
 
 
 def _work_space(call: Callable[[], Any]) -> dict[str, int]:

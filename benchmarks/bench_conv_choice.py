@@ -12,9 +12,7 @@ passes come in an order drawn from the seed, so that those it has reached are a 
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
-import statistics
 import sys
 import time
 from pathlib import Path
@@ -23,6 +21,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages.files import print_tables
+from pages.tuning import choices
 
 from minidl import models
 from minidl.bench.conv_tuning import DeviceContest, answer, case, of_network, spelt, variants
@@ -33,7 +34,6 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, install
 from minidl.cuda.device import current_device
 from minidl.profile.results import machine_record, result, write
-from minidl.profile.tables import show
 
 KINDS = ("any", "thin", "groups")
 PASSES = ("forward", "backward_data", "backward_weight")
@@ -109,35 +109,6 @@ def _row(question: Question) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _cells(row: dict[str, Any]) -> list[str]:
-    ms, tuned = row["ms"], row["peers"]["tuned"]
-    loss, spread = f"{ms / tuned - 1:+.1%}", f"{row['spread']:.1%}"
-    return [
-        f"{row['case']} {row['pass']}", row["dtype"], f"{ms * 1e3:.1f}", f"{tuned * 1e3:.1f}", spread, loss,
-        row["kernel"], row["tuned"],
-    ]  # fmt: skip
-
-
-def _behind(rows: list[dict[str, Any]]) -> list[str]:
-    """How far the choice without tuning is behind, by type and pass, and altogether."""
-    groups = [(f"{dtype} {which}", list(some)) for (dtype, which), some in itertools.groupby(rows, _kind)]
-    notes = []
-    for name, some in [*groups, ("all", rows)]:
-        losses = sorted(row["ms"] / row["peers"]["tuned"] for row in some)
-        mean = math.exp(statistics.fmean(map(math.log, losses))) - 1
-        at = {share: losses[math.ceil(share / 100 * len(losses)) - 1] - 1 for share in (50, 90, 95, 100)}
-        quantiles = ", ".join(f"{share} %: {loss:.1%}" for share, loss in at.items())
-        far = sum(loss > 1.1 for loss in losses)
-        notes.append(
-            f"{name}: behind by {mean:.1%} (geometric mean), of passes {quantiles}; by over 10 % {far} of {len(losses)}"
-        )
-    return notes
-
-
-def _kind(row: dict[str, Any]) -> tuple[str, str]:
-    return row["dtype"], row["pass"]
-
-
 def _questions(a: argparse.Namespace) -> list[Question]:
     questions: list[Question] = []
     drawn = [shape for kind in a.kinds for shape in random_shapes(a.random, a.seed, kind)]
@@ -183,15 +154,12 @@ def main() -> None:
             print(f"{len(questions) - i} of {len(questions)} passes left out: time is up", file=sys.stderr)
             break
         rows.append(_row(question))
-        print(f"{i + 1} of {len(questions)}: {' '.join(_cells(rows[-1]))}", file=sys.stderr, flush=True)
+        print(f"{i + 1} of {len(questions)}: {rows[-1]['case']} {rows[-1]['pass']}", file=sys.stderr, flush=True)
+        rows.sort(key=lambda row: row["peers"]["tuned"] / row["ms"])
+        content = result("bench_conv_choice", rows, machine)
         if a.json:  # what there is, in case that the rest takes too long
-            write(a.json, result("bench_conv_choice", rows, machine))
-    notes = _behind(sorted(rows, key=_kind))
-    rows.sort(key=lambda row: row["peers"]["tuned"] / row["ms"])
-    columns = ["convolution and pass", "type", "us", "tuned us", "spread", "loss", "kernel", "tuned kernel"]
-    show("kernels chosen without tuning, worst first", columns, list(map(_cells, rows)), notes=notes)
-    if a.json:
-        write(a.json, result("bench_conv_choice", rows, machine))
+            write(a.json, content)
+    print_tables(content, choices)
 
 
 if __name__ == "__main__":

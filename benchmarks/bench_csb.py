@@ -17,13 +17,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import operator
 import os
-import statistics
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from minidl.cpu import _csb
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
+from minidl.profile.timing import Budget, HostTimer
 from minidl.sparse import CSBMatrix
 
 # (M, K, N): a linear layer, convolutions of ResNet-50 as matrices, a Transformer's, and few samples.
@@ -124,34 +124,21 @@ def check(way: str, got: np.ndarray, others: list[np.ndarray]) -> None:
             sys.exit(f"bench_csb: {way} is off by {worst:.1e} of the largest element")
 
 
-def interleaved(ways: Mapping[Any, Callable[[], Any]], rounds: int) -> dict[Any, list[float]]:
-    """Milliseconds of each round; in a round every way runs twice, and the second call counts: before the first another
-    way has filled the caches.
-    """
-    times: dict[Any, list[float]] = {name: [] for name in ways}
-    for _ in range(rounds):
-        for name, call in ways.items():
-            call()
-            begin = time.perf_counter()
-            call()
-            times[name].append(1e3 * (time.perf_counter() - begin))
-    return times
-
-
 def measure(case: str, weight: np.ndarray, samples: int, sparsity: float, rounds: int) -> Iterator[dict[str, Any]]:
     rng = np.random.default_rng(1)
     for name, ours, peers in passes(weight, samples, rng):
         rivals = [call() for call in peers.values()]
         for way, call in ours.items():
             check(f"{case} {name} {way}", call(), rivals)
-        times = interleaved(ours | peers, rounds)
-        least = {way: min(values) for way, values in times.items()}
+        ways, budget = ours | peers, Budget(rounds, seconds=math.inf, sample_ms=0.0)
+        times = dict(zip(ways, HostTimer().in_turns([[call] for call in ways.values()], budget), strict=True))
+        least = {way: timing.min_ms for way, timing in times.items()}
         for arm in ours:
             same = {peer: least[way, peer] for way, peer in peers if way == arm}
             first = {f"{peer}-first": least[way, peer] for way, peer in peers if way != arm == LAST and "csr" in peer}
             yield {
                 "case": f"{case}/{100 * sparsity:g}%", "pass": name, "dtype": "fp32", "arm": arm, "ms": least[arm],
-                "spread": statistics.median(times[arm]) / least[arm] - 1, "floor_ms": None, "peers": same | first,
+                "spread": times[arm].ms / least[arm] - 1, "floor_ms": None, "peers": same | first,
                 "sparsity": sparsity, "shape": [*weight.shape, samples], "rounds": rounds,
             }  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Batch-norm fusion: every way of every batch norm, neighbours together, and whole training steps by plan.
 
     python benchmarks/bench_fusion.py --cases unet/32 --json benchmarks/results/h200/bench_fusion_unet.json.gz on a GPU
-    python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph --minutes 2 ...
+    python benchmarks/bench_fusion.py --cases unet/32 densenet121/128 --parts steps --peers torch-graph
 
 `sites` times each batch norm with the layers around it in every way that it can run, forward and backward apart.
 `steps` times compiled training steps in turns, by the fixed plans, by the model of bytes (`auto`) and by measurement
@@ -10,9 +10,8 @@ decline to normalise what they read where a pass of its own should be faster, in
 `bnff-everywhere` none declines: that is what the literature's restructuring costs on these kernels. `pairs` tries all
 ways of two batch norms that share a convolution, and tells how far the measured plan is from the best (its regret).
 All three go by one tuning of the network. `map` is the best way over sizes of feature maps and channels (`minidl fuse
---map` draws it). `convolutions` times single kernels (`fusion_convolutions.py`). With --json rows are kept after each
-case, and a second call goes on where the first one ended; --minutes ends it between two cases; --compile runs nothing,
-but compiles what the same call without it will run.
+--map` draws it). `convolutions` times single kernels (`fusion_convolutions.py`). --json is written after each case;
+--compile runs nothing, but compiles what the same call without it will run.
 """
 
 from __future__ import annotations
@@ -31,6 +30,9 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.fusion import each_site, fused_convolutions, fused_pairs, fused_sites, fused_steps
+
 from benchmarks import bench_train
 from minidl import cuda as ops
 from minidl import fusion
@@ -47,9 +49,7 @@ from minidl.fusion.piece import cut
 from minidl.fusion.tune import fastest as fastest_plan
 from minidl.fusion.tune import told
 from minidl.precision import precision
-from minidl.profile.plots.fusion import fastest
-from minidl.profile.results import load, result, write
-from minidl.profile.tables import show
+from minidl.profile.results import result, write
 
 Row = dict[str, Any]
 STEPS = 5  # of a sample
@@ -71,8 +71,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--samples", type=int, default=7)
     p.add_argument("--most-pairs", type=int, default=1000, help="of neighbours, evenly chosen where there are more")
     p.add_argument("--compile", action="store_true", help="only compile the kernels")
-    p.add_argument("--minutes", type=float, default=float("inf"), help="start no further case after so long")
-    p.add_argument("--json", metavar="PATH", help="keep the rows here, and go on from those that are there")
+    p.add_argument("--json", metavar="PATH", help="write the result file here")
     a = p.parse_args()
     a.device = "cuda"
     return a
@@ -143,25 +142,7 @@ def sites(a: argparse.Namespace, case: str) -> list[Row]:
                 "plans": [how for how, ways in runs.items() if list(ways) == row["ways"]],
             })  # fmt: skip
         counts[key] = 0
-    if rows:
-        _show_sites(rows)
     return rows
-
-
-def _show_sites(rows: list[Row]) -> None:
-    whole = {}
-    for row in rows:
-        entry = whole.setdefault((row["site"], row["arm"]), dict(row, passes={}))
-        entry["passes"][row["pass"]] = row["ms"]
-    table = [
-        [site, "x".join(map(str, row["shape"])), str(row["count"]), arm.replace("elementwise", "e")]
-        + [f"{1e3 * row['passes'][which]:.1f}" for which in PASSES]
-        + [f"{1e3 * sum(row['passes'].values()):.1f}", f"{1e3 * row['predicted_ms']:.1f}"]
-        + [", ".join(row["plans"])]
-        for (site, arm), row in whole.items()
-    ]
-    columns = ["batch norm", "shape", "times", "way", "forward", "backward", "us", "passes by model", "plans"]
-    show(f"{rows[0]['case']}: microseconds of batch norms with the layers around them", columns, table)
 
 
 def pairs(a: argparse.Namespace, case: str) -> list[Row]:
@@ -176,20 +157,6 @@ def pairs(a: argparse.Namespace, case: str) -> list[Row]:
     print(f"{found.setup.title}: {len(chosen)} of {len(distinct)} pairs", flush=True)
     rows = [_pair(found, *pair) for pair in chosen]
     found.clock.release()
-    rows.sort(key=lambda row: -row["regret"])
-    table = [
-        [
-            r["site"],
-            f"{1e3 * r['ms']:.1f}",
-            f"{1e3 * r['best_ms']:.1f}",
-            f"{r['regret']:.1%}",
-            f"{r['spread']:.1%}",
-            r["best"],
-        ]
-        for r in rows
-    ]
-    columns = ["batch norms", "plan us", "best us", "regret", "spread", "best"]
-    show(f"{found.setup.title}: pairs of neighbours, all ways against the plan's", columns, table)
     return rows
 
 
@@ -225,20 +192,11 @@ def steps(a: argparse.Namespace, case: str) -> list[Row]:
     ours = bench_train.Ours(setup, named, _kernels_of)
     found = bench_train.in_turns(ours, [f"compiled:{how}" for how in a.arms], a.peers, a.samples, STEPS)
     plans = {how: ours.plan(how) for how in a.arms}
-    rows = [
+    return [
         {**row, "arm": how, "ways": dict(Counter(plans[how].sites.values())), "contest": plans[how].contest}
         | {"tuning_s": measured.seconds if measured and how == "adaptive" else None}
         for how, row in zip(a.arms, found, strict=True)
     ]
-    columns = ["plan", "ms", "spread", "images/s", "GB", *a.peers, "ways"]
-    table = [
-        [row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}", f"{row['images_per_s']:.0f}"]
-        + [f"{row['device_bytes'] / 1e9:.2f}", *(f"{ms:.2f}" for ms in row["peers"].values())]
-        + [", ".join(f"{n} {way}" for way, n in row["ways"].items())]
-        for row in rows
-    ]
-    show(f"compiled training steps, {setup.title}, {setup.precision}", columns, table)
-    return rows
 
 
 @contextmanager
@@ -268,13 +226,8 @@ def _compile_steps(setup: Setup, arms: list[str]) -> None:
 def map_(a: argparse.Namespace, case: str) -> list[Row]:
     """A row for each way at each point: the thesis' figure."""
     mode = precision(a.precision)
-    rows = measure_map(ops, a.batch, mode, machine_of(ops), DeviceClock(ops, mode, replace(BUDGET, samples=a.samples)))
-    table = [
-        [f"{kernel}x{kernel}", str(size), str(channels), row["arm"], f"{1e3 * row['ms']:.1f}"]
-        for (kernel, size, channels), row in fastest(rows).items()
-    ]
-    show(f"the best way by size, batch {a.batch}, {a.precision}", ["filter", "size", "channels", "way", "us"], table)
-    return rows
+    clock = DeviceClock(ops, mode, replace(BUDGET, samples=a.samples))
+    return measure_map(ops, a.batch, mode, machine_of(ops), clock, progress=print)
 
 
 def convolutions(a: argparse.Namespace, case: str) -> list[Row]:
@@ -286,6 +239,10 @@ def convolutions(a: argparse.Namespace, case: str) -> list[Row]:
 
 BY_CASE = {"sites": sites, "steps": steps, "pairs": pairs}
 PARTS = {**BY_CASE, "map": map_, "convolutions": convolutions}
+TABLES = {
+    "sites": (fused_sites, each_site), "steps": (fused_steps,), "pairs": (fused_pairs,),
+    "convolutions": (fused_convolutions,),
+}  # fmt: skip
 
 
 def compiled(a: argparse.Namespace) -> None:
@@ -307,23 +264,17 @@ def main() -> None:
     if a.compile:
         compiled(a)
         return
-    started = time.perf_counter()
-    rows = load(a.json)["rows"] if a.json and Path(a.json).exists() else []
+    rows: list[Row] = []
     wanted = [(part, case) for case in a.cases for part in a.parts if part in BY_CASE]
     for part, case in [*wanted, *((part, "") for part in a.parts if part not in BY_CASE)]:
-        title = setup_of(a, case).title if case else f"map/b{a.batch}"
-        there = {(row["part"], row["case"], row["dtype"]) for row in rows}
-        if part != "convolutions" and (part, title, a.precision) in there:
-            continue
-        if time.perf_counter() - started > 60 * a.minutes:
-            print(f"not measured: {part} of {title}", flush=True)
-            continue
-        print(f"{time.perf_counter() - started:.1f} s: {part} of {title}", flush=True)
-        found = [{**row, "part": part} for row in PARTS[part](a, case)]
-        rows = [row for row in rows if part != "convolutions" or row["part"] != part] + found
+        print(f"{part} of {case or a.batch}", flush=True)
+        rows += [{**row, "part": part} for row in PARTS[part](a, case)]
         bench_train.clean("cuda")
+        content = result("bench_fusion", rows)
         if a.json:
-            write(a.json, result("bench_fusion", rows))
+            write(a.json, content)
+    for part in a.parts:
+        print_tables(content, *TABLES.get(part, ()))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.speed import learning
+
 from minidl import cli, dist, training
 from minidl.bench.setup import device_of
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 
 TENTHS = 10
 APART = 0.05  # curves of plans, at most, of the loss in the first tenth
@@ -108,18 +110,12 @@ def main() -> None:
             row = learn(a, mode, plan, Path(folder))
         if row is not None:
             rows.append({**row, "apart": apart(rows[-i], row) if i else None})
+            content = result("bench_learning", rows)
             if a.json:
-                write(a.json, result("bench_learning", rows))
+                write(a.json, content)
     if dist.world().rank != 0:
         return
-    columns = ["case", "ranks", "dtype", "way", "first tenth", "last tenth", "apart", "test accuracy", "images/s"]
-    table = [
-        [row["case"], str(row["ranks"]), row["dtype"], row["arm"], f"{row['losses_by_tenth'][0]:.4f}"]
-        + [f"{row['losses_by_tenth'][-1]:.4f}", "" if row["apart"] is None else f"{row['apart']:.2%}"]
-        + [f"{row['test_accuracy']:.4f}", f"{row['images_per_s']:.0f}"]
-        for row in rows
-    ]
-    show(f"mean loss over {rows[0]['steps']} steps", columns, table)
+    print_tables(content, learning)
     if any((row["apart"] or 0) > APART for row in rows):
         raise SystemExit(f"plans learn differently: curves lie apart by more than {APART:.0%} of the first tenth")
 

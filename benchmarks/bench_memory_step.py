@@ -9,7 +9,7 @@ Each arm runs alone: what the others held is given back first, so that the peak 
 are CUDA graphs of the whole step, update included; for each limit the joint plan (keep, move, make again) and moving
 alone. Losses, gradients, momentum and weights after some steps must be those of the run without a limit, bit for bit,
 and peaks below the limits.
-PyTorch (the same layers, bf16 by autocast, channels_last, eager): as it is, with saved tensors on the host
+PyTorch (`torch_steps.py`, eager): as it is, with saved tensors on the host
 (torch.autograd.graph.save_on_cpu, pinned), with torch.utils.checkpoint around runs of layers.
 
 The bound of a plan is max(forward, out / rate) + max(backward and making again, in / rate), with the measured times of
@@ -24,7 +24,6 @@ groups of --group MiB, times are those of the slowest rank, and rank 0 writes.
 from __future__ import annotations
 
 import argparse
-import gc
 import itertools
 import sys
 import time
@@ -37,19 +36,23 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.memory import held_gradients, limited_steps
+
+from benchmarks.bench_train import clean, data, used_bytes
 from minidl import dist, models
+from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
 from minidl.cuda import nvrtc
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, limit_memory, problem
-from minidl.memory.plan import Plan, human
+from minidl.memory.plan import human
 from minidl.memory.record import blank, record_model
 from minidl.memory.times import CEILINGS, SHARE, modelled
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 
 CHECKED = 3
@@ -72,7 +75,6 @@ def arguments() -> argparse.Namespace:
     p.add_argument(
         "--ample", action="store_true", help="a limit above the need too, its steps in turn with those without"
     )
-    p.add_argument("--plan", metavar="PATH", help="a joint plan made before for the one limit (planning takes seconds)")
     p.add_argument("--share", type=float, default=SHARE, help="of the roofline that the planner takes a pass to reach")
     p.add_argument("--blocks", type=int, default=7, help="timed blocks of steps")
     p.add_argument("--steps", type=int, default=4, help="steps in a block")
@@ -91,23 +93,10 @@ def graph(a: argparse.Namespace) -> Any:
 # -- what the driver says ---------------------------------------------------------------------------------------------
 
 
-def used_bytes() -> int:
-    """Bytes of the device that are taken, by everybody."""
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return total - free
-
-
 def empty() -> None:
     """Give back what nobody uses."""
-    import cupy
-
-    gc.collect()
-    cupy.cuda.Device().synchronize()
-    cupy.get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
+    _synchronize()
+    clean("cuda")
 
 
 def idle_bytes() -> int:
@@ -208,34 +197,26 @@ def ours(
     """One arm: bits of the first steps, times of the replayed graph, peak of the driver; with ``turns`` also times of
     steps without a limit, taken in turn."""
     empty()
-    before = used_bytes()
+    before = used_bytes("cuda")
     step = started(a, fusion, group)
     if gradients is not None:
         GRADIENTS[gradients](step.optimizer)
     found: dict[str, Any] = {"limit": limit, "fusion": fusion or a.fusion, "group": group}
     if limit is not None:
         begun = time.perf_counter()
-        plan = Plan.from_json(Path(a.plan).read_text()) if a.plan and rebuild else None
         times = partial(modelled, ceilings=CEILINGS["H200"], share=a.share)
-        options = {"rebuild": rebuild, "times": times, "reserve": idle_bytes()}
-        try:
-            memory = limit_memory(step.model, a.batch, limit, plan=plan, **options)
-        except ValueError as error:
-            if plan is None:
-                raise
-            print(f"planning anew: {error}", flush=True)
-            memory = limit_memory(step.model, a.batch, limit, **options)
+        memory = limit_memory(step.model, a.batch, limit, rebuild=rebuild, times=times, reserve=idle_bytes())
         found["plan_s"] = time.perf_counter() - begun
         found |= {"script": memory.script, "predicted": memory.predicted}
         found |= {"limit_bytes": memory.limit, "need_bytes": memory.need}
     found["bits"] = bits(step)
     found["costs"] = gradient_costs(a, step)
-    eager = used_bytes() - before
+    eager = used_bytes("cuda") - before
     empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
     replay()
     _synchronize()
-    found["peak_bytes"] = max(used_bytes() - before, eager)
+    found["peak_bytes"] = max(used_bytes("cuda") - before, eager)
     if turns:
         found["unlimited"], found["timing"] = in_turn([started(a, group=group).capture(), replay], a, _synchronize)
     else:
@@ -266,16 +247,11 @@ def _synchronize() -> None:
 
 def forward_ms(a: argparse.Namespace, step: TrainingStep) -> float:
     """The forward half of the step, loss included, as a graph of its own."""
-    room = Room()
 
     def half() -> Any:
         return step.loss.forward(step.model.forward(step.x), step.labels)
 
-    with room.entered():
-        half()
-        room.stream.synchronize()
-        forward, _ = capture(half, room.stream)
-        return timed(lambda: forward.launch(room.stream), a, _synchronize).ms
+    return timed(Room().capture(half)[0], a, _synchronize).ms
 
 
 # -- PyTorch ----------------------------------------------------------------------------------------------------------
@@ -284,42 +260,23 @@ def forward_ms(a: argparse.Namespace, step: TrainingStep) -> float:
 def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: int = 0) -> dict[str, Any]:
     import torch
 
-    from minidl.bench.torch_twin import TorchGraph, from_nhwc
+    from benchmarks import torch_steps
 
-    # What waits for the link gains nothing from a search among kernels, which takes longer than its steps.
-    torch.backends.cudnn.benchmark = arm != "torch-save-on-cpu"
-    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = a.precision == "tf32"
     empty()
-    before = used_bytes()
-    peer = TorchGraph(graph(a)).load(state).to("cuda")
-    network = Checkpointed(peer, runs) if arm == "torch-checkpoint" else peer
-    optimizer = torch.optim.SGD(peer.parameters(), 0.01, 0.9, weight_decay=1e-4)
-    rng = np.random.default_rng(0)
-    x = from_nhwc(rng.standard_normal((a.batch, a.image_size, a.image_size, 3), np.float32), "cuda")
-    shape = (a.batch, a.image_size, a.image_size) if a.model == "unet" else (a.batch,)
-    t = torch.from_numpy(rng.integers(0, 2, shape)).to("cuda")
-    half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(a.precision)
-
-    def step() -> Any:
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", dtype=half or torch.bfloat16, enabled=half is not None):
-            if arm == "torch-save-on-cpu":
-                with torch.autograd.graph.save_on_cpu(pin_memory=True):
-                    loss = torch.nn.functional.cross_entropy(network(x), t)
-            else:
-                loss = torch.nn.functional.cross_entropy(network(x), t)
-        loss.backward()
-        optimizer.step()
-        return loss.detach()
-
-    if arm == "torch-save-on-cpu":  # a step takes long, the first one, which pins the memory, longest
+    before = used_bytes("cuda")
+    setup, on_host = Setup(a.model, a.batch, a.precision, "cuda", image_size=a.image_size), arm == "torch-save-on-cpu"
+    options: dict[str, Any] = {"run": lambda peer: Checkpointed(peer, runs)} if runs else {}
+    if on_host:  # what waits for the link gains nothing from a search among kernels, which takes longer than its steps
+        options = {"search": False, "within": partial(torch.autograd.graph.save_on_cpu, pin_memory=True)}
+    step = torch_steps.step_of(setup, "torch-eager", state, data(setup), **options)
+    if on_host:  # a step takes long, the first one, which pins the memory, longest
         timing = timed(told(step), argparse.Namespace(blocks=2, steps=1, comm=a.comm), torch.cuda.synchronize)
     else:
         step()  # another one: the search among kernels goes on in it
         timing = timed(step, a, torch.cuda.synchronize)
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    return {"timing": timing, "peak_bytes": used_bytes() - before, "allocated_bytes": allocated}
+    return {"timing": timing, "peak_bytes": used_bytes("cuda") - before, "allocated_bytes": allocated}
 
 
 def told(step: Step) -> Step:
@@ -471,24 +428,13 @@ def main() -> None:
     rows = measure(a)
     alike = all(a.comm.share(all(row["identical"] is not False for row in rows)))
     if a.comm.rank == 0:
-        summarize(rows)
+        print_tables({"rows": rows}, limited_steps, held_gradients)
     a.comm.close()
     if not alike:
         raise SystemExit("other bits than without a limit")
     over = [row["arm"] for row in rows if row["peak_bytes"] > row.get("limit_bytes", row["peak_bytes"])]
     if over:
         raise SystemExit(f"over their limits, as the driver counts: {', '.join(over)}")
-
-
-def summarize(rows: list[dict[str, Any]]) -> None:
-    limited = sorted(rows[1:], key=lambda row: -row["ratio"])
-    table = [
-        [r["case"], r["arm"], f"{r['ms']:.1f}", f"{r['spread']:.1%}", f"{r['ratio']:.2f}", f"{r['ratio_to_bound']:.2f}",
-         human(r["gradient_bytes"]), human(r["step_bytes"]), human(r["peak_bytes"]), str(r["identical"])]
-        for r in [*limited, rows[0]]
-    ]  # fmt: skip
-    columns = ["case", "arm", "ms", "spread", "× free", "× bound", "gradients", "in a step", "peak", "same bits"]
-    show("training steps, slowest first", columns, table)
 
 
 if __name__ == "__main__":

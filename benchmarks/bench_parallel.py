@@ -22,14 +22,17 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.ranks import shared_layers
+
 import minidl as m
 from minidl import dist, launch, models
 from minidl.bench.setup import device_of
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import share
 from minidl.profile.results import machine_record, result, write
-from minidl.profile.tables import show
+from minidl.profile.timing import Timing
 
 DEPTH = 4
 TORCH = "torch-eager"
@@ -136,17 +139,9 @@ def captured(step: Callable[[], None]) -> Callable[[], None]:
     """The step as a CUDA graph, so that no launch is waited for; a collective."""
     room = Room()
     with room.entered():
-        step()
-        step()
-        room.stream.synchronize()
-        graph, _ = capture(step, room.stream)
-    kept = step  # whose arrays the graph reads
-
-    def replay() -> None:
-        assert kept
-        graph.launch(room.stream)
-
-    return replay
+        step()  # what the first one keeps is there while the second one asks for memory
+    launch, _ = room.capture(step)
+    return lambda kept=step: launch()  # whose arrays the graph reads
 
 
 def torch_step(case: Case) -> Callable[[], None] | None:
@@ -226,19 +221,16 @@ def rows_of(
     On CPUs ``busy_ms`` is the processor time of the busiest rank: on a machine that others use as well, what the step
     would take with cores to itself but for waiting.
     """
-    times = {name: [ms for ms, _ in found] for name, found in samples.items()}
+    times = {name: Timing(tuple(ms for ms, _ in found)) for name, found in samples.items()}
     busy = {name: statistics.median(ms for _, ms in found) for name, found in samples.items()}
-    peers = {name: statistics.median(times[name]) for name in ("alone", TORCH) if name in times}
+    peers = {name: times[name].ms for name in ("alone", TORCH) if name in times}
     rows = []
-    for name in times:
-        low, median, high = statistics.quantiles(times[name], n=4, method="inclusive")
-        rows.append(
-            {
-                "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": median,
-                "min_ms": min(times[name]), "spread": (high - low) / median, "floor_ms": None, "ranks": ranks,
-                "saved": 1 - median / peers["alone"], "peers": peers,
-            }
-        )  # fmt: skip
+    for name, its in times.items():
+        rows.append({
+            "case": str(case), "pass": "step", "dtype": precision, "arm": name, "ms": its.ms, "min_ms": its.min_ms,
+            "spread": its.spread, "floor_ms": None, "ranks": ranks, "saved": 1 - its.ms / peers["alone"],
+            "peers": peers,
+        })  # fmt: skip
         if device == "cpu":
             rows[-1] |= {"busy_ms": busy[name], "busy_saved": 1 - busy[name] / busy["alone"]}
     return sorted(rows, key=lambda row: (row["arm"] != "alone", row["saved"]))
@@ -263,17 +255,11 @@ def main() -> None:
     for case in CASES[device]:
         times = measure(splits, case, device, precision, options.samples, options.calls)
         rows += rows_of(case, comm.size, precision, device, times)
+        content = result("bench_parallel", rows, machine_record())
         if comm.rank == 0 and options.json:
-            write(Path(options.json), result("bench_parallel", rows, machine_record()))
+            write(Path(options.json), content)
     if comm.rank == 0:
-        figures = ("ms", "min_ms", "spread", *(["busy_ms"] if device == "cpu" else []))
-        shares = ("saved", *(["busy_saved"] if device == "cpu" else []))
-        table = [
-            [row["case"], row["arm"], *(f"{row[key]:.3f}" for key in figures), *(f"{row[key]:.1%}" for key in shares)]
-            for row in rows
-        ]
-        columns = ["network", "shared by", *(key.replace("_", " ") for key in (*figures, *shares))]
-        show(f"convolutions on {comm.size} ranks ({comm.name}), {precision}", columns, table)
+        print_tables(content, shared_layers)
     comm.close()
 
 

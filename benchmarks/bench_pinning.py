@@ -23,6 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.memory import pinning
+
 from benchmarks.memory_policies import cheap, geeps, static, vdnn
 from minidl import models
 from minidl.cuda.device import BUILT_IN
@@ -32,7 +35,6 @@ from minidl.memory.gaps import LEAST
 from minidl.memory.times import CEILINGS, SHARE, link_of, modelled
 from minidl.precision import precision
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 from tests.reference.pinning import milp, model
 
 CASES = {
@@ -97,7 +99,6 @@ class Bench:
             "dp": (lambda: pin(p, limit), REPEATS),
             "static": (lambda: static(p, limit), 1),
             "geeps": (lambda: geeps(p, limit), 1),
-            "geeps-lenient": (lambda: geeps(p, limit, short_lived=1), 1),
             "vdnn-all": (lambda: vdnn(p, limit), 1),
             "vdnn-conv": (lambda: vdnn(p, limit, "conv"), 1),
             "cheap": (lambda: cheap(p, limit, self.joint), 1),
@@ -164,32 +165,6 @@ def deep_row(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def summary(rows: list[dict[str, Any]]) -> list[list[str]]:
-    """One line for each network: gaps, kept bytes against other policies at 25-75 %, plan time."""
-    lines = []
-    for case in dict.fromkeys(row["case"] for row in rows):
-        mine = [row for row in rows if row["case"] == case]
-        dp = {row["share"]: row for row in mine if row["arm"] == "dp" and row["feasible"]}
-        more = [_more(mine, dp, arm) for arm in ("static", "geeps", "geeps-lenient")]
-        proven = [row for row in dp.values() if row.get("milp_proven")]
-        gap = max((row["gap"] for row in proven), default=None)
-        lines.append([
-            case, f"{len(dp)}", f"{len(proven)}", "-" if gap is None else f"{gap:.1g}", *more,
-            f"{max(row['ms'] for row in dp.values()):.0f}" if dp else "-",
-        ])  # fmt: skip
-    return lines
-
-
-def _more(rows: list[dict[str, Any]], dp: dict[float, dict[str, Any]], arm: str) -> str:
-    """How many times the bytes of ``arm`` are kept, median over 25-75 %; where it has no plan it keeps none."""
-    ratios = []
-    for row in rows:
-        if row["arm"] == arm and 0.25 <= row["share"] <= 0.75:
-            kept = row.get("kept_bytes", 0)
-            ratios.append(dp[row["share"]]["kept_bytes"] / kept if kept else float("inf"))
-    return f"{statistics.median(ratios):.2f}" if ratios else "-"
-
-
 def main() -> None:
     a = arguments()
     rows = []
@@ -200,11 +175,11 @@ def main() -> None:
             print(f"{name} {share:.0%}", file=sys.stderr, flush=True)
     if a.deep:
         rows.append(deep_row(a.deep))
-    columns = ["case", "feasible", "MILP proved", "largest gap", "kept / static", "/ geeps", "/ lenient", "plan ms <="]
-    show("pinning by dynamic programming", columns, summary(rows))
+    facts = {"ceilings": CEILINGS["H200"], "roofline_share": SHARE, "milp_seconds": a.seconds}
+    content = result("bench_pinning", rows, assumptions=facts)
+    print_tables(content, pinning)
     if a.json:
-        facts = {"ceilings": CEILINGS["H200"], "roofline_share": SHARE, "milp_seconds": a.seconds}
-        write(a.json, result("bench_pinning", rows, assumptions=facts))
+        write(a.json, content)
         print(f"wrote {a.json}")
 
 

@@ -40,6 +40,9 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from pages.files import print_tables
+from pages.ranks import scaling, ways
+
 from benchmarks.bench_train import clean
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
@@ -52,7 +55,6 @@ from minidl.layers import BatchNorm2d
 from minidl.precision import precision
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.steps import StepProfiler
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing
 
 CASES = {"cuda": ["resnet50/256", "vgg16/64", "unet/32"], "cpu": ["resnet20/32"]}
@@ -359,31 +361,6 @@ def row(
     }  # fmt: skip
 
 
-def table(rows: list[dict[str, Any]], peers: list[str]) -> None:
-    """Print all rows, those that scale worst first."""
-    columns = ["case", "arm", "messages", "ms", "spread", "images/s", "efficiency", "adds ms", "range", "by events"]
-    for peer in peers:
-        columns += [f"{peer} ms", "images/s", "efficiency", "adds ms", "its ms / ours"]
-    cells = []
-    for r in sorted(rows, key=lambda r: r["efficiency"]):
-        events = r["exposed_by_events_ms"]
-        cells.append([
-            r["case"], r["arm"], str(r["messages"]), f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['images_per_s']:.0f}",
-            f"{r['efficiency']:.2%}", f"{r['exposed_ms']:.3f}", f"{r['exposed_range_ms']:.3f}",
-            "" if events is None else f"{events:.3f}",
-        ])  # fmt: skip
-        for p in peers:
-            cells[-1] += _theirs(r, p) if p in r["peers"] else [""] * 5
-    show(f"training steps on {rows[0]['ranks']} ranks, worst efficiency first", columns, cells)
-
-
-def _theirs(r: dict[str, Any], peer: str) -> list[str]:
-    return [
-        f"{r['peers'][peer]:.3f}", f"{r['peer_images_per_s'][peer]:.0f}", f"{r['peer_efficiency'][peer]:.2%}",
-        f"{r['peer_exposed_ms'][peer]:.3f}", f"{r['peers'][peer] / r['ms']:.2f}",
-    ]  # fmt: skip
-
-
 def joined(device: str) -> Communicator:
     """All ranks; on CPUs in shared memory, with the engine of MPI underneath."""
     if device == "cpu":
@@ -417,10 +394,11 @@ def main() -> None:
         if comm.rank == 0:
             latest = [r for r in rows if r["case"] == rows[-1]["case"]]
             print(f"{case}: " + ", ".join(f"{r['arm']} {r['ms']:.2f} ms" for r in latest), flush=True)
+            content = result("bench_scaling", rows, machine_record())
             if a.json:
-                write(Path(a.json), result("bench_scaling", rows, machine_record()))
+                write(Path(a.json), content)
     if comm.rank == 0:
-        table(rows, a.peers)
+        print_tables(content, scaling, ways)
     if a.peers:
         ddp.leave()
     comm.close()

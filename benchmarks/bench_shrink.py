@@ -11,7 +11,6 @@ of some steps; on a GPU steps are compiled, as `minidl.train.Trainer` runs them.
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +20,9 @@ from typing import Any
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from pages.files import print_tables
+from pages.sparse import shrunk
 
 from minidl import checks
 from minidl.bench.setup import Setup, device_of
@@ -32,7 +34,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.cost import PassCost
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
+from minidl.profile.timing import Timing
 from minidl.sparse import PrunedSGD, Pruning, shrink, to_sparse
 from minidl.step import EagerStep
 
@@ -116,13 +118,13 @@ def rows_of(
     dense = arms["dense"][0]
     itemsize = dense.precision.storage.itemsize
     whole, rows = cost(dense.graph, setup.batch, itemsize), []
+    timings = {name: Timing(tuple(taken)) for name, taken in times.items()}
     for name, (model, sparsity) in arms.items():
-        low, middle, high = statistics.quantiles(times[name], n=4, method="inclusive")
         own = cost(model.graph, setup.batch, itemsize)
         rows.append({
-            "case": setup.title, "pass": "step", "dtype": precision, "arm": name, "ms": middle,
-            "spread": (high - low) / middle, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
-            "peers": {peer: statistics.median(times[peer]) for peer in ("dense", "masked")},
+            "case": setup.title, "pass": "step", "dtype": precision, "arm": name, "ms": timings[name].ms,
+            "spread": timings[name].spread, "floor_ms": None, "sparsity": sparsity, "parameters": model.num_parameters,
+            "peers": {peer: timings[peer].ms for peer in ("dense", "masked")},
             "flop_ratio": own.flop / whole.flop, "bytes_ratio": own.bytes / whole.bytes,
         })  # fmt: skip
     return rows
@@ -146,22 +148,11 @@ def main() -> None:
     pruning = PrunedSGD(twin, **options, pruning=Pruning(None, granularity="filter"))
     calls["masked"] = step_of(twin, pruning, a.batch, a.steps)
     for times in measured(calls, a.rounds, a.steps):
-        rows = rows_of(setup, arms, times, a.precision)
+        statistic = f"median of {len(times['dense'])} interleaved rounds of {a.steps} steps"
+        content = result("bench_shrink", rows_of(setup, arms, times, a.precision), statistic=statistic)
         if a.json:  # after each round: a run that is cut leaves those before
-            done = len(times["dense"])
-            statistic = f"median of {done} interleaved rounds of {a.steps} steps"
-            write(a.json, result("bench_shrink", rows, statistic=statistic))
-    tell(rows)
-
-
-def tell(rows: list[dict[str, Any]]) -> None:
-    table = [
-        [r["arm"], f"{r['parameters']:,}", f"{r['flop_ratio']:.2f}", f"{r['bytes_ratio']:.2f}", f"{r['ms']:.2f}",
-         f"{r['spread']:.1%}", f"{r['peers']['dense'] / r['ms']:.2f}", f"{r['peers']['masked'] / r['ms']:.2f}"]
-        for r in sorted(rows, key=lambda r: r["peers"]["dense"] / r["ms"])
-    ]  # fmt: skip
-    head = ["arm", "parameters", "FLOP", "bytes", "step ms", "spread", "dense / step", "masked / step"]
-    show(f"{rows[0]['case']}, {rows[0]['dtype']}", head, table)
+            write(a.json, content)
+    print_tables(content, shrunk)
 
 
 if __name__ == "__main__":

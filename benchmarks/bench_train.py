@@ -42,7 +42,6 @@ from minidl.compile import CompiledStep
 from minidl.fusion import Plan, fuse
 from minidl.precision import precision
 from minidl.profile.results import result, write
-from minidl.profile.tables import show
 from minidl.profile.timing import Timing, balanced
 from minidl.step import EagerStep
 
@@ -359,6 +358,9 @@ def compiled_ahead(a: argparse.Namespace) -> None:
 
 
 def main() -> None:
+    from pages.files import print_tables
+    from pages.speed import training
+
     a = arguments()
     if a.compile:
         compiled_ahead(a)
@@ -376,19 +378,11 @@ def main() -> None:
         rows += found
         figures = ", ".join(f"{row['arm']} {row['ms']:.2f} ms" for row in found)
         print(f"{setup.title} {setup.precision}: {figures}", flush=True)
+        content = result("bench_train", rows)
         if a.json:
-            write(a.json, result("bench_train", rows))
-    rows.sort(key=lambda row: row["ratio_to_best_peer"] or 0)
-    columns = ["case", "dtype", "arm", "ms", "spread", "host", "images/s", "GB", *a.peers, "best peer / ours"]
-    table = [
-        [row["case"], row["dtype"], row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}"]
-        + [f"{row['host_ms'] or row['ms']:.2f}", f"{row['images_per_s']:.0f}"]
-        + [f"{(row['device_bytes'] or 0) / 1e9:.2f}"]
-        + [f"{row['peers'][peer]:.2f} ({row['peer_host_ms'].get(peer, row['peers'][peer]):.2f})" for peer in a.peers]
-        + [f"{row['ratio_to_best_peer']:.2f}" if a.peers else ""]
-        for row in rows
-    ]
-    show("training step, milliseconds (peers: milliseconds, and the host's)", columns, table)
+            write(a.json, content)
+    if rows:
+        print_tables(content, training)
     if failed:
         raise SystemExit("\n".join(failed))
 

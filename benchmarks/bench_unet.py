@@ -37,12 +37,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import minidl as m
 from minidl import dist, models
 from minidl.bench.setup import device_of, join
-from minidl.cuda.capture import Room, capture
+from minidl.cuda.capture import Room
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.spans import NULL_PROFILER
 from minidl.profile.steps import StepProfiler
 from minidl.profile.tables import show
-from minidl.profile.timing import Timing
+from minidl.profile.timing import Timing, slowest
 
 CONVOLUTIONS = ("Conv2d", "ConvTranspose2d")
 PAPER = {"end to end": 1.05, "convolutions": 1.22}
@@ -184,11 +184,7 @@ class Chunks:
                 room.stream.wait_event(stream.record())
 
         self.cupy.cuda.Device().synchronize()
-        with room.entered():
-            branches()  # fills the room
-            room.stream.synchronize()
-            graph = capture(branches, room.stream)[0]
-        return lambda: graph.launch(room.stream)
+        return room.capture(branches)[0]
 
 
 def timed(comm: dist.Communicator, work: Forward, samples: int) -> tuple[Timing, Timing]:
@@ -206,8 +202,7 @@ def timed(comm: dist.Communicator, work: Forward, samples: int) -> tuple[Timing,
         if i >= WARM_UP:
             whole.append((time.perf_counter() - started) * 1e3)
             launched.append((returned - started) * 1e3)
-    slowest = [list(map(max, zip(*ranks, strict=True))) for ranks in zip(*comm.share((whole, launched)), strict=True)]
-    return Timing(tuple(slowest[0])), Timing(tuple(slowest[1]))
+    return slowest(comm, whole), slowest(comm, launched)
 
 
 @contextmanager

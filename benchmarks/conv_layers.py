@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 from minidl import models
@@ -60,64 +61,18 @@ class Layer:
         return self.size == 1
 
 
-def _resnet18(batch: int = 256) -> list[Layer]:
-    layers = [Layer("ResNet-18", batch, 224, 3, 64, 7, 2, 1), Layer("ResNet-18", batch, 56, 64, 64, 3, 1, 4)]
-    for width, size in ((128, 56), (256, 28), (512, 14)):
-        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 3, 2, 1))
-        layers.append(Layer("ResNet-18", batch, size, width // 2, width, 1, 2, 1))
-        layers.append(Layer("ResNet-18", batch, size // 2, width, width, 3, 1, 3))
-    return layers
+def _of(label: str, build: Callable[[], Graph], usual: int, batch: int = 0, *, depthwise: bool = False) -> list[Layer]:
+    """The depthwise convolutions of a network, or all others but the gates of squeeze and excitation.
 
-
-def _resnet50(batch: int = 256) -> list[Layer]:
-    """Stride in the 3x3 convolution of a stage's first block."""
-    layers = [Layer("ResNet-50", batch, 224, 3, 64, 7, 2, 1)]
-    channels, size = 64, 56
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        stride = 1 if width == 64 else 2
-        inner = size // stride
-        layers.append(Layer("ResNet-50", batch, size, channels, width, 1, 1, 1))
-        layers.append(Layer("ResNet-50", batch, size, width, width, 3, stride, 1))
-        layers.append(Layer("ResNet-50", batch, size, channels, 4 * width, 1, stride, 1))
-        layers.append(Layer("ResNet-50", batch, inner, width, 4 * width, 1, 1, blocks))
-        layers.append(Layer("ResNet-50", batch, inner, 4 * width, width, 1, 1, blocks - 1))
-        layers.append(Layer("ResNet-50", batch, inner, width, width, 3, 1, blocks - 1))
-        channels, size = 4 * width, inner
-    return _merged(layers)
-
-
-def _vgg16(batch: int = 64) -> list[Layer]:
-    layers, channels, size = [], 3, 224
-    for width, depth in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(depth):
-            layers.append(Layer("VGG-16", batch, size, channels, width, 3, 1, 1))
-            channels = width
-        size //= 2
-    return _merged(layers)
-
-
-def _unet(batch: int = 32) -> list[Layer]:
-    """Padded 3x3 convolutions, five levels; the way up reads the skip and the upsampled half side by side."""
-    layers, widths, size = [], (64, 128, 256, 512, 1024), 256
-    channels = 3
-    for level, width in enumerate(widths):
-        layers.append(Layer("U-Net", batch, size >> level, channels, width, 3, 1, 1))
-        layers.append(Layer("U-Net", batch, size >> level, width, width, 3, 1, 1 if level == 4 else 2))
-        if level < 4:
-            layers.append(Layer("U-Net", batch, size >> level, 2 * width, width, 3, 1, 1))
-        channels = width
-    return _merged([*layers, Layer("U-Net", batch, size, widths[0], 2, 1, 1, 1)])
-
-
-def _inverted(label: str, build: Callable[[], Graph], depthwise: bool, batch: int = 128) -> list[Layer]:
-    """The depthwise convolutions of a network, or all others but the gates of squeeze and excitation."""
-    graph, layers = build(), []
+    ``usual``: images of a training step, where no ``batch`` is given.
+    """
+    graph, counts = build(), Counter()
     for node in graph.nodes:
         if isinstance(node.layer, Conv2d) and (node.layer.groups > 1) == depthwise:
             size, _, channels = graph.nodes[node.inputs[0]].shape
-            kernel, stride = node.layer.kernel_size[0], node.layer.stride[0]
-            layers.append(Layer(label, batch, size, channels, node.shape[-1], kernel, stride, 1, node.layer.groups))
-    return _merged([layer for layer in layers if not layer.connected])
+            sizes = size, channels, node.shape[-1], node.layer.kernel_size[0], node.layer.stride[0]
+            counts[sizes, node.layer.groups] += size > 1
+    return [Layer(label, batch or usual, *sizes, n, groups) for (sizes, groups), n in counts.items() if n]
 
 
 def _grouped(batch: int = 128) -> list[Layer]:
@@ -146,19 +101,14 @@ def _connected(batch: int | None = None) -> list[Layer]:
     ]
 
 
-def _merged(layers: list[Layer]) -> list[Layer]:
-    counts: dict[Layer, int] = {}
-    for layer in layers:
-        key = replace(layer, count=0)
-        counts[key] = counts.get(key, 0) + layer.count
-    return [replace(key, count=count) for key, count in counts.items()]
-
-
 NETWORKS: dict[str, Callable[..., list[Layer]]] = {
-    "resnet18": _resnet18, "resnet50": _resnet50, "vgg16": _vgg16, "unet": _unet,
-    "mobilenet_v2": partial(_inverted, "MobileNetV2", models.mobilenet_v2, True),
-    "mobilenet_v2_1x1": partial(_inverted, "MobileNetV2", models.mobilenet_v2, False),
-    "efficientnet_b0": partial(_inverted, "EfficientNet-B0", models.efficientnet_b0, True),
-    "efficientnet_b0_1x1": partial(_inverted, "EfficientNet-B0", models.efficientnet_b0, False),
+    "resnet18": partial(_of, "ResNet-18", models.resnet18, 256),
+    "resnet50": partial(_of, "ResNet-50", models.resnet50, 256),
+    "vgg16": partial(_of, "VGG-16", models.vgg16, 64),
+    "unet": partial(_of, "U-Net", models.unet, 32),
+    "mobilenet_v2": partial(_of, "MobileNetV2", models.mobilenet_v2, 128, depthwise=True),
+    "mobilenet_v2_1x1": partial(_of, "MobileNetV2", models.mobilenet_v2, 128),
+    "efficientnet_b0": partial(_of, "EfficientNet-B0", models.efficientnet_b0, 128, depthwise=True),
+    "efficientnet_b0_1x1": partial(_of, "EfficientNet-B0", models.efficientnet_b0, 128),
     "grouped": _grouped, "connected": _connected,
 }  # fmt: skip

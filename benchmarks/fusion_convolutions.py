@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import statistics
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -26,7 +24,6 @@ from unittest import mock
 import bench_conv
 import numpy as np
 from conv_layers import NETWORKS, Layer
-from pages.fusion import bound
 
 from minidl import cuda as ops
 from minidl import fusion
@@ -41,7 +38,6 @@ from minidl.fusion.cost import heuristic
 from minidl.fusion.plans import MODES, modes_of
 from minidl.precision import bfloat16, float32, precision
 from minidl.profile.device_ceilings import copy_bandwidth
-from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, input_sets
 
 Row = dict[str, Any]
@@ -243,46 +239,10 @@ def _start(layer: Layer) -> None:
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
     layers = [layer for layer in NETWORKS[a.network](a.batch) if layer.channels > 4]
-    layers.sort(key=lambda layer: layer.bytes(2))  # the quick ones first: --minutes cuts off few
     _compile_ahead(layers)
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
     planned = _planned(a.network, a.batch)
-    rows, started = [], time.perf_counter()
-    for layer in layers:
-        if time.perf_counter() - started > 60 * a.minutes:
-            print(f"not measured: {layer.name}", flush=True)
-        else:
-            rows += _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth, planned)
-    rows.sort(key=lambda row: row["cost"] - row["limit"], reverse=True)
-    table = [
-        [row["case"], row["pass"], row["arm"], str(row["count"])]
-        + [f"{1e3 * row[key]:.1f}" for key in ("plain_ms", "kernel_ms")]
-        + [f"{row['cost']:+.1%}", f"{bound(row):+.1%}", "yes" if row["planned"] else "", f"{1e3 * row['floor_ms']:.1f}"]
-        + [f"{1e3 * row[key]:.1f}" for key in ("ms", "apart_ms")]
-        + [f"{1e3 * row['peers']['torch-eager']:.1f}"]
-        for row in rows
-    ]
-    columns = "layer,pass,arm,times,plain,kernel,cost,bound,plan,floor,whole,apart,PyTorch".split(",")
-    for pass_, kind in PASSES.values():
-        mine = [row for row in rows if (row["pass"], _kind(row)) == (pass_, kind)]
-        total = lambda key, mine=mine: sum(row["count"] * row[key] for row in mine)  # noqa: E731
-        mean = statistics.geometric_mean(1 + row["cost"] for row in mine)
-        cost, limit = total("kernel_ms") / total("plain_ms") - 1, LIMITS[kind]
-        within = sum(row["cost"] <= limit for row in mine)
-        above = sum((1 + row["cost"]) <= (1 + bound(row)) * (1 + limit) for row in mine)
-        chosen = [row["cost"] for row in mine if row["planned"]]
-        print(f"{pass_}, {kind}: cost {mean - 1:+.1%} in the mean of layers, {cost:+.1%} of their sum")
-        print(f"{pass_}, {kind}: {within} of {len(mine)} layers within {limit:.0%}, {above} within that of their bound")
-        if chosen:
-            least = statistics.geometric_mean(1 + cost for cost in chosen)
-            print(f"{pass_}, {kind}: cost {least - 1:+.1%} in the mean of the {len(chosen)} layers of the plan `auto`")
-        print(f"{pass_}, {kind}: whole {total('ms'):.3f} ms, apart {total('apart_ms'):.3f} ms")
-    show(f"batch norms in convolutions of {a.network}, batch {a.batch}, bf16: microseconds", columns, table)
-    return rows
-
-
-def _kind(row: Row) -> str:
-    return row["arm"].split(",")[0]
+    return [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth, planned)]
 
 
 def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:

@@ -5,7 +5,7 @@
   largest set that one step touches (2: one half is filled while the other is used). Here the best such set, by
   dynamic programming for each size of the buffer.
 * `geeps`: the same model, filled greedily as the source of GeePS does it. All that a step touches goes through its
-  buffer, what lives for two steps only as well; ``short_lived=1`` counts that once, which favours it.
+  buffer, what lives for two steps only as well.
 * `vdnn`: offload the inputs of convolutions, or everything (vDNN, Rhu et al., MICRO 2016), whatever the limit.
 * `cheap`: rebuild what comes out of element-wise layers (batch norm, ReLU, joins), keep the rest.
 """
@@ -71,13 +71,13 @@ def _too_small(policy: str, capacity: int) -> Infeasible:
     return Infeasible(f"{policy}: its buffer for what is not pinned does not fit in {human(capacity)}")
 
 
-def geeps(problem: Problem, capacity: int, beta: int = BETA, *, short_lived: int = BETA) -> Plan:
+def geeps(problem: Problem, capacity: int, beta: int = BETA) -> Plan:
     """GeePS: pin one of the step with the largest set while the smaller buffer pays, else whatever fits; repeat.
 
     Raises:
         Infeasible: when the buffer does not fit before anything is pinned.
     """
-    access = _accesses(problem, short_lived)
+    access = _accesses(problem, short_lived=beta)
     pinned: list[int] = []
     spent = 0
     if access.reserve((), beta) > capacity:

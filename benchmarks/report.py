@@ -15,7 +15,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from pages import fusion, layers, memory, ranks, sparse, speed, tuning
-from pages.files import RESULTS, ROOT, everywhere
+from pages.files import RESULTS, ROOT, everywhere, load
 
 from minidl.profile.plots import save
 
@@ -38,32 +38,33 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"sample": lambda: layers.sample(RESULTS), "speed": speed.headline},
     "docs/speed.md": {"results": speed.results, "commands": speed.commands},
     "docs/distributed.md": {
-        "all-reduces": ranks.all_reduces,
+        "all-reduces": lambda: ranks.all_reduces(load("cpu", "bench_all_reduce")),
         "sums of GPUs": lambda: ranks.sums_of_gpus(everywhere("bench_all_reduce")),
         "scaling": lambda: ranks.scaling(everywhere("bench_scaling")),
         "ways": lambda: ranks.ways(everywhere("bench_scaling")),
-        "shared layers": ranks.shared_layers,
+        "shared layers": lambda: ranks.shared_layers(everywhere("bench_parallel")),
     },
     "docs/fusion.md": {
-        "fused steps": fusion.fused_steps,
-        "fused sites": fusion.fused_sites,
-        "fused pairs": fusion.fused_pairs,
-        "fused convolutions": fusion.fused_convolutions,
+        "fused steps": lambda: fusion.fused_steps(everywhere("bench_fusion")),
+        "fused sites": lambda: fusion.fused_sites(everywhere("bench_fusion")),
+        "fused pairs": lambda: fusion.fused_pairs(everywhere("bench_fusion")),
+        "fused convolutions": lambda: fusion.fused_convolutions(everywhere("bench_fusion")),
     },
-    "docs/fusion_sites.md": {"each site": fusion.each_site},
+    "docs/fusion_sites.md": {"each site": lambda: fusion.each_site(everywhere("bench_fusion"))},
     "docs/memory.md": {
-        "pinning": memory.pinning,
-        "predicted": memory.predicted_steps,
-        "limited-steps": memory.limited_steps,
+        "pinning": lambda: memory.pinning(load("cpu", "bench_pinning")),
+        "predicted": lambda: memory.predicted_steps(load("cpu", "bench_pinning")),
+        "limited-steps": lambda: memory.limited_steps(load("h200", "bench_memory_step")),
+        "held-gradients": lambda: memory.held_gradients(everywhere("bench_memory_step")),
     },
     "docs/sparse.md": {
         "products": sparse.sparse,
         "GPU products": lambda: sparse.sparse("h200"),
         "pruned networks": sparse.pruned,
         "compressed files": sparse.compressed,
-        "shrunk networks": sparse.shrunk,
+        "shrunk networks": lambda: sparse.shrunk(everywhere("bench_shrink")),
     },
-    "docs/tuning.md": {"choices": tuning.choices},
+    "docs/tuning.md": {"choices": lambda: tuning.choices(load("h200", "bench_conv_choice"))},
     "docs/layers.md": {"networks": lambda: layers.overview(RESULTS)},
 }
 
@@ -88,7 +89,7 @@ def draw() -> None:
     for name, _, figure in layers.pictures(RESULTS):
         save(figure(), folder / f"{name}.png")
         made.add(f"{name}.png")
-    for name, figure in fusion.fusion_maps().items():
+    for name, figure in fusion.fusion_maps(everywhere("bench_fusion")).items():
         save(figure(), ROOT / "docs" / "images" / f"{name}.png")
     for path in folder.glob("*.png"):
         if path.name not in made:

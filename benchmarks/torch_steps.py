@@ -1,4 +1,4 @@
-"""PyTorch's training step of one of our networks: the peer of bench_train.py and bench_fusion.py.
+"""PyTorch's training step of one of our networks: the peer of bench_train, bench_fusion and bench_memory_step.
 
 The same layers, weights and batch; images in channels_last; bf16 and fp16 by autocast, fp16 with its `GradScaler`; SGD
 in one kernel (``fused=True``), which reads that scaler's flag on the device, so that no step waits for the host.
@@ -14,6 +14,7 @@ Gradients are written anew in each step, not added up. Arms:
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -41,24 +42,36 @@ Step = Callable[[], Any]
 Batch = tuple[np.ndarray, np.ndarray]
 
 
-def step_of(setup: Setup, arm: str, state: dict[str, np.ndarray] | None, batch: Batch, *, search: bool = True) -> Step:
+def step_of(
+    setup: Setup,
+    arm: str,
+    state: dict[str, np.ndarray] | None,
+    batch: Batch,
+    *,
+    search: bool = True,
+    run: Callable[[TorchGraph], Callable[[torch.Tensor], torch.Tensor]] = lambda network: network,
+    within: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> Step:
     """A training step that returns its loss as a tensor; not yet as a CUDA graph.
 
     Args:
         state: weights, of `minidl.Model.state_dict`; None: PyTorch's own first ones.
         batch: images (N, H, W, 3) and labels, per image or per pixel.
         search: let cuDNN try out which of its kernels is fastest.
+        run: makes of the network what takes images; default: itself.
+        within: a context for forward pass and loss.
     """
     mode, device = setup.precision, setup.device
     torch.backends.cudnn.benchmark = search
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = mode == "tf32"
     network = TorchGraph(setup.graph())
     network = (network if state is None else network.load(state)).to(device)
+    logits = run(network)
     x, labels = from_nhwc(batch[0], device), torch.from_numpy(batch[1]).long().to(device)
 
     def forward(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        with torch.autocast(device, dtype=_HALF.get(mode, torch.bfloat16), enabled=mode in _HALF):
-            return torch.nn.functional.cross_entropy(network(x), labels)
+        with within(), torch.autocast(device, dtype=_HALF.get(mode, torch.bfloat16), enabled=mode in _HALF):
+            return torch.nn.functional.cross_entropy(logits(x), labels)
 
     loss_of = torch.compile(forward, mode=ARMS[arm], dynamic=False) if ARMS[arm] else forward
     optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY, fused=True)

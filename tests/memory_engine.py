@@ -21,7 +21,7 @@ class Hazard(AssertionError):
 
 
 class DryEngine:
-    """`minidl.memory.execute.Engine` on shapes. ``calls`` is all that was issued, in order.
+    """`minidl.cuda.copies.CopyEngine` on shapes. ``calls`` is all that was issued, in order.
 
     Args:
         deaf: the number of the wait that is left out, to see that it is missed.

@@ -100,7 +100,6 @@ def test_optional_packages_are_imported_only_inside_functions():
         "cuda",
         "threadpoolctl",
         "pynvml",
-        "nvtx",
     }
     eager = [
         f"{path.relative_to(ROOT)} imports {name}"

@@ -260,7 +260,7 @@ def test_the_sample_has_one_layer_of_each_type_and_closes(pages, content, tmp_pa
     assert float(lines[-1][6]) == pytest.approx(step, rel=1e-3)
 
 
-def test_what_a_plan_gains_is_told_of_turns_in_pairs(report, monkeypatch):
+def test_what_a_plan_gains_is_told_of_turns_in_pairs(report):
     """A clock that drifts from turn to turn makes times spread, not gains."""
     clock = (1.0, 1.3, 0.9, 1.1)
     steps = {"none": 30.0, "bnff": 21.0, "auto": 20.0, "adaptive": 21.0}
@@ -269,10 +269,17 @@ def test_what_a_plan_gains_is_told_of_turns_in_pairs(report, monkeypatch):
         | {"turns_ms": [ms * tick for tick in clock], "device_bytes": 1e8 * ms}
         for arm, ms in steps.items()
     ]
-    monkeypatch.setattr(report.fusion, "_fusion", lambda part: [("H200", row) for row in rows])
+    file = {"rows": rows, "machine": {"gpu": "H200"}, "date": "2026-01-01", "commit": "0"}
     head, _, line = (
-        [cell.strip() for cell in text.split("|")[1:-1]] for text in report.fusion.fused_steps().splitlines()
+        [cell.strip() for cell in text.split("|")[1:-1]] for text in report.fusion.fused_steps([file]).splitlines()
     )
     found = dict(zip(head, line, strict=True))
     assert found["best fixed / auto"] == "1.050, 4 of 4" and found["best fixed / adaptive"] == "1.000, 0 of 4"
     assert found["none / chosen"] == "1.43" and found["GB"] == "3.0 → 2.1"
+
+
+def test_a_benchmark_prints_what_its_pages_show_of_its_file(report, capsys):
+    files = sys.modules["pages.files"]
+    lines = files.table(["network", "ms"], [["a", "1.5"], ["", "12.5"]])
+    files.print_tables({}, lambda _: f"{lines}\n\n{files.NOTHING}", lambda _: files.NOTHING, lambda _: "## title")
+    assert capsys.readouterr().out == "\nnetwork    ms\na         1.5\n         12.5\n## title\n"

@@ -305,9 +305,10 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
     checked = ["--check", str(SCALING), *links]
     assert cli.main(["simulate", str(RESNET50), *checked, "--interference", "0.5,0.2,10"]) == 0
     told = capsys.readouterr().out
-    assert "links" in told and "no messages" in told and "worst error of a step" in told
-    assert cli.main(["simulate", str(RESNET50), "--check", str(SEVERAL)]) == 0
-    assert "one rank" in capsys.readouterr().out
+    assert "links" in told and "added ms, measured" in told and "worst error of a step" in told
+    with pytest.raises(SystemExit):
+        cli.main(["simulate", str(RESNET50), "--check", str(SEVERAL)])
+    assert "no steps with messages and without in one run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -12,6 +11,7 @@ import numpy as np
 
 from minidl import cuda as ops
 from minidl.precision import bfloat16, float32
+from minidl.profile import inputs
 from minidl.profile.timing import Call
 
 DTYPES = {"bf16": bfloat16, "fp32": float32}
@@ -33,19 +33,9 @@ class Case:
     peers: dict[str, Make] = field(default_factory=dict)
 
 
-@cache
-def noise_base() -> Any:
-    return ops.from_host(np.random.default_rng(0).standard_normal(2**22, np.float32))
-
-
 def noise(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Normal values, repeating every 2^22, made on the device."""
-    base = noise_base()
-    flat = ops.empty(math.prod(shape), float32)
-    for begin in range(0, flat.size, base.size):
-        end = min(begin + base.size, flat.size)
-        ops.copy_into(flat[begin:end], base[: end - begin])
-    return ops.cast(flat.reshape(shape), dtype)
+    """Normal values, made on the device."""
+    return inputs.noise(ops, shape, dtype, values=inputs.placed(ops))
 
 
 def torch_noise(shape: tuple[int, ...], dtype: str) -> Any:

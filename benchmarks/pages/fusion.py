@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from minidl.fusion import PLANS
 from minidl.profile import plots
 from minidl.profile.tables import markdown
-from pages.files import NOTHING, Row, load, machine_of, machines, table
+from pages.files import NOTHING, File, Row, machine_of, table
 
 _CHOSEN, _RIVALS = ("auto", "adaptive"), ("none", "bnff-everywhere")
 _ARMS = [*PLANS, "bnff-everywhere", *_CHOSEN]
@@ -19,13 +19,12 @@ _SHOWN = 12  # rows of a table that shows the worst only
 _WHOLE = "ms", "apart_ms"  # with what the kernel leaves added up, and in passes of their own
 
 
-def _fusion(part: str) -> list[tuple[str, Row]]:
+def _fusion(files: Iterable[File], part: str) -> list[tuple[str, Row]]:
     """(machine, row and its commit) of a part of bench_fusion: of each case and precision those of the newest file that
     has any.
     """
-    files = sorted((file for machine in machines() for file in load(machine, "bench_fusion")), key=itemgetter("date"))
     found: dict[tuple[str, ...], list[tuple[str, Row]]] = {}
-    for file in files:
+    for file in sorted(files, key=itemgetter("date")):
         own, machine = {"commit": file["commit"]}, machine_of(file)
         rows = [(machine, row | own) for row in file["rows"] if row["part"] == part]
         key = lambda pair: (pair[0], _case(pair[1]), pair[1]["dtype"])  # noqa: E731
@@ -33,10 +32,10 @@ def _fusion(part: str) -> list[tuple[str, Row]]:
     return [pair for pairs in found.values() for pair in pairs]
 
 
-def _cases(part: str) -> dict[tuple[str, ...], list[Row]]:
+def _cases(files: Iterable[File], part: str) -> dict[tuple[str, ...], list[Row]]:
     """Its rows by network, machine and dtype."""
     found: dict[tuple[str, ...], list[Row]] = {}
-    for machine, row in _fusion(part):
+    for machine, row in _fusion(files, part):
         found.setdefault((row["case"], machine, row["dtype"]), []).append(row)
     return found
 
@@ -46,7 +45,7 @@ def _case(row: Row) -> str:
     return row["case"] if row["part"] != "convolutions" else row["case"].split()[0]
 
 
-def fused_steps() -> str:
+def fused_steps(files: Iterable[File]) -> str:
     """Steps by fusion plan: the networks first where measuring gains least over the best fixed plan.
 
     After the times stand what the chosen plans gain over the best fixed one, what measuring gains over the best one in
@@ -54,15 +53,15 @@ def fused_steps() -> str:
     plan and a chosen one hold, and the largest spread. A gain is that of the median turn, with the turns in which there
     was one.
     """
-    cases = {case: {row["arm"]: row for row in rows} for case, rows in _cases("steps").items()}
+    cases = {case: {row["arm"]: row for row in rows} for case, rows in _cases(files, "steps").items()}
     arms = sorted({arm for rows in cases.values() for arm in rows}, key=_ARMS.index)
     chosen = [arm for arm in _CHOSEN if arm in arms]
     lines = []
     for case, rows in cases.items():
         ms = {arm: row["ms"] for arm, row in rows.items()}
-        fixed = min((arm for arm in ms if arm not in _CHOSEN), key=ms.__getitem__)
-        uniform = min((arm for arm in ms if arm not in (*_CHOSEN, "bnff")), key=ms.__getitem__)
-        best = "adaptive" if "adaptive" in ms else "auto"
+        best = next((arm for arm in ("adaptive", "auto") if arm in ms), min(ms, key=ms.__getitem__))
+        fixed = min((arm for arm in ms if arm not in _CHOSEN), key=ms.__getitem__, default=best)
+        uniform = min((arm for arm in ms if arm not in (*_CHOSEN, "bnff")), key=ms.__getitem__, default=best)
         gains = [_gain(rows[fixed], rows[arm])[1] if arm in ms else "" for arm in chosen]
         gains += [_gain(rows[uniform], rows[best])[1] if "bnff-everywhere" in ms else ""]
         gains += [f"{ms[rival] / ms[best]:.2f}" if rival in ms else "" for rival in _RIVALS]
@@ -86,12 +85,12 @@ def _gain(before: Row, after: Row) -> tuple[float, str]:
     return gain, f"{gain:.3f}, {sum(ratio > 1 for ratio in ratios)} of {len(ratios)}"
 
 
-def fused_sites() -> str:
+def fused_sites(files: Iterable[File]) -> str:
     """What choosing for each site could gain: the sums of all sites' times by plan and with the best way at each;
     how far `auto` is behind that, in all and at the site where it is most.
     """
     lines = []
-    for case, rows in _cases("sites").items():
+    for case, rows in _cases(files, "sites").items():
         sites = [_site(own) for own in _by(rows, "site").values()]
         sums = {plan: sum(site.count * site.ms(site.by_plan[plan]) for site in sites) for plan in (*PLANS, "auto")}
         best, fixed = sum(site.count * site.ms(site.best()) for site in sites), min(PLANS, key=sums.__getitem__)
@@ -103,13 +102,13 @@ def fused_sites() -> str:
     return table(head, [line for _, line in sorted(lines, key=lambda line: line[0])])
 
 
-def each_site() -> str:
+def each_site(files: Iterable[File]) -> str:
     """Every distinct site by network: forward + backward microseconds by plan and of the best way; those last where
     `auto` is farthest behind it.
     """
     parts = []
     head = ["batch norm", "shape", "times", *PLANS, "best", "bnff / best", "auto / best", "by"]
-    for case, rows in _cases("sites").items():
+    for case, rows in _cases(files, "sites").items():
         found = sorted(map(_site, _by(rows, "site").values()), key=lambda site: site.behind("auto"))
         title = f"{', '.join(case)}, commit {rows[0]['commit']}"
         parts.append(f"## {title}\n\n{markdown(head, [_cells(site) for site in found])}")
@@ -157,10 +156,10 @@ def _cells(site: _Site) -> list[str]:
     return [site.row["site"], shape, str(site.count), *times, *behind, site.best()]
 
 
-def fusion_maps() -> dict[str, Callable[[], Any]]:
+def fusion_maps(files: Iterable[File]) -> dict[str, Callable[[], Any]]:
     """The pictures of the fastest way over sizes and channels: name without suffix, and what draws it."""
     maps: dict[tuple[str, str, str], list[Row]] = {}
-    for machine, row in _fusion("map"):
+    for machine, row in _fusion(files, "map"):
         maps.setdefault((machine, row["case"], row["dtype"]), []).append(row)
     found = {}
     for (machine, case, dtype), rows in maps.items():
@@ -176,9 +175,9 @@ def bound(row: Row) -> float:
     return max(0.0, row["floor_ms"] / row["plain_ms"] - 1)
 
 
-def fused_convolutions() -> str:
+def fused_convolutions(files: Iterable[File]) -> str:
     """What convolutions take longer for what they do for batch norms: by kind, and where that is most."""
-    rows = [row for _, row in _fusion("convolutions")]
+    rows = [row for _, row in _fusion(files, "convolutions")]
     if not rows:
         return NOTHING
     kinds: dict[tuple[str, str], list[Row]] = {}
@@ -208,9 +207,9 @@ def fused_convolutions() -> str:
     return f"{head}\n\n{markdown(columns, lines)}"
 
 
-def fused_pairs() -> str:
+def fused_pairs(files: Iterable[File]) -> str:
     """How far the measured plan is from the best of all ways of two neighbours."""
-    cases = {case: [row["regret"] for row in rows] for case, rows in _cases("pairs").items()}
+    cases = {case: [row["regret"] for row in rows] for case, rows in _cases(files, "pairs").items()}
     lines = sorted(([max(found), *case], found) for case, found in cases.items())
     rows = [
         [*case, str(len(found)), f"{statistics.mean(found):.1%}", f"{worst:.1%}"]

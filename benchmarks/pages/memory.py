@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 
-from pages.files import NOTHING, Row, load, table
+from pages.files import File, Row, table
 
 
-def _pinning_rows() -> dict[tuple[str, float | None], dict[str, Row]]:
+def _pinning_rows(files: Iterable[File]) -> dict[tuple[str, float | None], dict[str, Row]]:
     found: dict[tuple[str, float | None], dict[str, Row]] = {}
-    for file in load("cpu", "bench_pinning"):
+    for file in files:
         for row in file["rows"]:
             found.setdefault((row["case"], row.get("share")), {})[row["arm"]] = row
     return found
 
 
-def pinning() -> str:
+def pinning(files: Iterable[File]) -> str:
     """Bytes kept by dynamic programming against an MILP and other policies, over all limits of a network."""
     cases: dict[str, list[dict[str, Row]]] = {}
-    for (case, _), arms in _pinning_rows().items():
+    for (case, _), arms in _pinning_rows(files).items():
         if arms["dp"]["feasible"]:
             cases.setdefault(case, []).append(arms)
     rows = []
@@ -41,7 +42,7 @@ def _kept(found: list[dict[str, Row]], arm: str) -> str:
     return f"{statistics.median(ratios):.2f}" if ratios and statistics.median(ratios) < float("inf") else "-"
 
 
-def predicted_steps() -> str:
+def predicted_steps(files: Iterable[File]) -> str:
     """Simulated steps by policy, in times of the step without a limit."""
     arms = {
         "vdnn-all": "move everything (vDNN)", "geeps": "GeePS", "dp": "fewest bytes moved",
@@ -49,7 +50,7 @@ def predicted_steps() -> str:
     }  # fmt: skip
     wanted = {"resnet50": 0.25, "resnet152": 0.25, "densenet121": 0.25, "unet": 0.3}
     rows = []
-    for (case, share), found in _pinning_rows().items():
+    for (case, share), found in _pinning_rows(files).items():
         if share is not None and share in (wanted.get(case.split("/")[0]), 0.5, 0.75):
             ratio = lambda r: f"{r['step_ms'] / r['step_unlimited_ms']:.2f}" if r and r.get("step_ms") else "-"  # noqa: E731
             if any(found.get(arm, {}).get("step_ms") for arm in arms) and case.split("/")[0] in wanted:
@@ -57,12 +58,11 @@ def predicted_steps() -> str:
     return table(["network", "limit", *arms.values()], rows)
 
 
-def limited_steps() -> str:
-    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them;
-    ways to hold gradients, on one rank and two."""
-    found = [row for file in load("h200", "bench_memory_step") for row in file["rows"]]
-    limited = sorted((row for row in found if "limit_bytes" in row), key=lambda row: -row["ratio"])
-    return "\n\n".join([_limited(limited), _without_a_plan(limited), _gradients()]) if limited else NOTHING
+def limited_steps(files: Iterable[File]) -> str:
+    """Training steps under a limit of memory, slowest against the unlimited step first; PyTorch's ways beside them."""
+    limited = [row for file in files for row in file["rows"] if "limit_bytes" in row]
+    limited.sort(key=lambda row: -row["ratio"])
+    return f"{_limited(limited)}\n\n{_without_a_plan(limited)}"
 
 
 def _limited(limited: list[Row]) -> str:
@@ -92,18 +92,16 @@ def _without_a_plan(limited: list[Row]) -> str:
     return table(["network, images, batch", "without a plan", "ms", "GiB"], rows)
 
 
-def _gradients() -> str:
-    rows = []
-    for machine in ("h200", "h200-x2"):
-        for file in load(machine, "bench_memory_step"):
-            if any(row["arm"].startswith("gradients") for row in file["rows"]):
-                rows += [
-                    [
-                        row["case"], str(row.get("ranks", 1)), row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}",
-                        f"{row['gradient_bytes'] / (1 << 20):.1f}", _gib(row["peak_bytes"]),
-                    ]
-                    for row in file["rows"] if "limit_bytes" not in row
-                ]  # fmt: skip
+def held_gradients(files: Iterable[File]) -> str:
+    """Steps by ways to hold gradients, without a limit."""
+    rows = [
+        [
+            row["case"], str(row.get("ranks", 1)), row["arm"], f"{row['ms']:.2f}", f"{row['spread']:.1%}",
+            f"{row['gradient_bytes'] / (1 << 20):.1f}", _gib(row["peak_bytes"]),
+        ]
+        for file in files if any(row["arm"].startswith("gradients") for row in file["rows"])
+        for row in file["rows"] if "limit_bytes" not in row
+    ]  # fmt: skip
     head = ["network, images, batch of a rank", "ranks", "gradients", "ms", "spread", "MiB of gradients", "peak GiB"]
     return table(head, rows)
 

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
-from pages.files import NOTHING, Row, load, machine_of, machines, table
-
-File = dict[str, Any]
+from pages.files import NOTHING, File, Row, machine_of, table
 
 _DDP = {  # and its efficiency
     "torch-ddp": "DDP's images/s",
@@ -97,9 +94,8 @@ def ways(files: Iterable[File]) -> str:
     return "\n\n".join(parts) or NOTHING
 
 
-def all_reduces() -> str:
+def all_reduces(files: Iterable[File]) -> str:
     """Milliseconds of an all-reduce between CPU ranks, median (fastest)."""
-    files = load("cpu", "bench_all_reduce")
     head, sizes = ["size"], {}
     for file in files:
         ranks = file["rows"][0]["ranks"]
@@ -127,18 +123,17 @@ _SHARED = {
 }  # fmt: skip
 
 
-def shared_layers() -> str:
+def shared_layers(files: Iterable[File]) -> str:
     """Steps of ranks that share layers, worst first: milliseconds, and the time saved beside one rank alone."""
     lines = []
-    for machine in machines():
-        for file in load(machine, "bench_parallel"):
-            cases: dict[str, dict[str, Row]] = {}
-            for row in file["rows"]:
-                cases.setdefault(row["case"], {})[row["arm"]] = row
-            for case, arms in sorted(cases.items(), key=lambda found: _least_saved(found[1])):
-                for ms, saved, what in (("ms", "saved", ""), ("busy_ms", "busy_saved", ", processor time")):
-                    if ms in arms["alone"]:
-                        lines.append([case, *_shared_line(arms, machine_of(file), ms, saved, what)])
+    for file in files:
+        cases: dict[str, dict[str, Row]] = {}
+        for row in file["rows"]:
+            cases.setdefault(row["case"], {})[row["arm"]] = row
+        for case, arms in sorted(cases.items(), key=lambda found: _least_saved(found[1])):
+            for ms, saved, what in (("ms", "saved", ""), ("busy_ms", "busy_saved", ", processor time")):
+                if ms in arms["alone"]:
+                    lines.append([case, *_shared_line(arms, machine_of(file), ms, saved, what)])
     columns = ["network", "on", "one rank, ms", "PyTorch, one rank", *(f"shared by {what}" for what in _SHARED)]
     filled = [i for i in range(len(columns)) if any(line[i] for line in lines)]
     return table([columns[i] for i in filled], [[line[i] for i in filled] for line in lines])

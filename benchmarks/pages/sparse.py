@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 
-from pages.files import Row, load, machine_of, machines, table
+from pages.files import File, Row, load, machine_of, machines, table
 
 FEW = 64  # samples: products that read the matrix and little else
 _SPARSE_PASSES = {"forward": "A X", "backward_data": "Aᵀ dY", "backward_weight": "dY Xᵀ at A"}
@@ -81,22 +82,16 @@ def _faster(row: Row, peer: str) -> str:
     return f"{row['peers'][peer] / row['ms']:.2f}" if peer in row["peers"] else ""
 
 
-def shrunk() -> str:
+def shrunk(files: Iterable[File]) -> str:
     """Steps of networks whose pruned filters are cut out, worst first."""
     lines = []
-    for machine in machines():
-        for file in load(machine, "bench_shrink"):
-            rows = [row for row in file["rows"] if row["arm"] != "dense"]
-            for row in sorted(rows, key=lambda row: row["peers"]["dense"] / row["ms"]):
-                facts = [row["case"], machine_of(file), row["dtype"], row["arm"]]
-                left = [f"{row['parameters']:,}", f"{row['flop_ratio']:.2f}", f"{row['bytes_ratio']:.2f}"]
-                steps = [
-                    f"{row['peers']['dense']:.2f}",
-                    f"{row['ms']:.2f}",
-                    _faster(row, "dense"),
-                    _faster(row, "masked"),
-                ]
-                lines.append([*facts, *left, *steps])
+    for file in files:
+        rows = [row for row in file["rows"] if row["arm"] != "dense"]
+        for row in sorted(rows, key=lambda row: row["peers"]["dense"] / row["ms"]):
+            facts = [row["case"], machine_of(file), row["dtype"], row["arm"]]
+            left = [f"{row['parameters']:,}", f"{row['flop_ratio']:.2f}", f"{row['bytes_ratio']:.2f}"]
+            steps = f"{row['peers']['dense']:.2f}", f"{row['ms']:.2f}"
+            lines.append([*facts, *left, *steps, _faster(row, "dense"), _faster(row, "masked")])
     columns = ["network", "on", "dtype", "pruned", "parameters", "FLOP left", "bytes left", "dense ms", "ms",
                "speed against dense", "against masked"]  # fmt: skip
     return table(columns, lines)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
-from pages.files import RESULTS, Row, everywhere, load, machine_of, machines, results_of, table
+from pages.files import RESULTS, File, Row, everywhere, machine_of, results_of, table
 
 _USUAL = {"GPU": ("compiled, auto", "links"), "CPU": ("eager",)}  # how training runs unless told otherwise
 _PEERS = {
@@ -24,13 +24,13 @@ _LEAST_MS = 0.008  # memory-bound operations that take less measure launches
 Found = tuple[float, str, Row]  # speed against the best peer, on which machine, and the row
 
 
-def _newest(benchmark: str, *what: str, beside: bool = False) -> list[tuple[str, Row]]:
+def _newest(files: Iterable[File], *what: str, beside: bool = False) -> list[tuple[str, Row]]:
     """The machine and the row; of the same row twice, by case, machine, dtype and ``what``, the newest.
 
     ``beside``: of those that stand beside peers.
     """
     found = {}
-    for file in sorted(everywhere(benchmark), key=lambda file: file["date"]):
+    for file in sorted(files, key=lambda file: file["date"]):
         once = {}
         for row in (row for row in file["rows"] if row["peers"] or not beside):
             key = row["case"], machine_of(file), row["dtype"], *(row.get(name) for name in what)
@@ -40,23 +40,23 @@ def _newest(benchmark: str, *what: str, beside: bool = False) -> list[tuple[str,
     return list(found.values())
 
 
-def _beside_peers(benchmark: str, *what: str) -> list[Found]:
+def _beside_peers(files: Iterable[File], *what: str) -> list[Found]:
     """Worst first."""
-    rows = _newest(benchmark, *what, beside=True)
+    rows = _newest(files, *what, beside=True)
     found = [(_peer(row)[1] / row["ms"], machine, row) for machine, row in rows]
     return sorted(found, key=lambda item: item[0])
 
 
-def _steps(benchmark: str) -> list[Found]:
-    return _beside_peers(benchmark, "arm", "ranks")
+def _steps(files: Iterable[File]) -> list[Found]:
+    return _beside_peers(files, "arm", "ranks")
 
 
 def _convolutions() -> list[Found]:
-    return _beside_peers("bench_conv", "pass", "arm")
+    return _beside_peers(everywhere("bench_conv"), "pass", "arm")
 
 
 def _operations() -> list[Row]:
-    return [row for _, row in _newest("bench_ops", "pass", "arm") if row["floor_ms"] >= _LEAST_MS]
+    return [row for _, row in _newest(everywhere("bench_ops"), "pass", "arm") if row["floor_ms"] >= _LEAST_MS]
 
 
 def _peer(row: Row) -> tuple[str, float]:
@@ -84,11 +84,11 @@ def _usual_steps() -> Iterator[tuple]:
 
     A step in bf16 beside a compiled one of PyTorch's has a line; the others have one for each dtype, machine and peer.
     """
-    scaled = _steps("bench_scaling")
+    scaled = _steps(everywhere("bench_scaling"))
     most = {row["case"]: row.get("ranks", 1) for *_, row in sorted(scaled, key=lambda found: found[2].get("ranks", 1))}
     scaled = [found for found in scaled if found[2].get("ranks", 1) == most[found[2]["case"]]]
     together: dict[tuple[str, str, str], list[tuple[float, str, str]]] = {}
-    for speed, machine, row in [*_steps("bench_train"), *scaled]:
+    for speed, machine, row in [*_steps(everywhere("bench_train")), *scaled]:
         if row["arm"] not in _USUAL["CPU" if machine.startswith("CPU") else "GPU"] or "synchronised" in row["case"]:
             continue
         (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
@@ -137,11 +137,11 @@ def _all_operations() -> Iterator[tuple]:
 # -- docs/speed.md ----------------------------------------------------------------------------------------------------
 
 
-def training() -> str:
+def training(files: Iterable[File]) -> str:
     """Whole steps beside PyTorch in each of its ways, worst ratio to its fastest first; the memory of both, and how far
     the first losses are from those of any other arm of the run, the unfused one and PyTorch's included.
     """
-    steps = _steps("bench_train")
+    steps = _steps(files)
     peers = [peer for peer in _PEERS if any(peer in row["peers"] for _, _, row in steps)]
     rows = []
     for speed, machine, row in steps:
@@ -153,14 +153,14 @@ def training() -> str:
         rows.append([row["case"], machine, row["dtype"], row["arm"], *figures])
     head = ["training step", "machine", "dtype", "way", "images/s", "ms", *map(_PEERS.get, peers)]
     head += ["speed against the fastest", "GB", "of the fastest", "losses apart"]
-    whole, hosts = table(head, rows, words=range(4)), _hosts()
+    whole, hosts = table(head, rows, words=range(4)), _hosts(files)
     return f"{whole}\n\n{hosts}" if hosts else whole
 
 
-def _hosts() -> str:
+def _hosts(files: Iterable[File]) -> str:
     """What the host takes to start an uncompiled step, beside PyTorch's uncompiled one; empty without such rows."""
     rows = []
-    for machine, row in _newest("bench_train", "arm", "ranks"):
+    for machine, row in _newest(files, "arm", "ranks"):
         theirs = row.get("peer_host_ms", {}).get("torch-eager")
         if row["arm"].startswith("eager") and theirs:
             figures = [row["host_ms"], theirs, row["ms"], row["peers"]["torch-eager"]]
@@ -195,27 +195,26 @@ def convolutions() -> str:
     return table(head, [[*key, f"{mean:.2f}", f"{worst:.2f}"] for mean, *key, worst in lines], words=range(4))
 
 
-def learning() -> str:
+def learning(files: Iterable[File]) -> str:
     """Networks trained through the whole path."""
     rows = []
-    for machine in machines():
-        for file in load(machine, "bench_learning"):
-            for row in file["rows"]:
-                losses = row["losses_by_tenth"]
-                what = [row["case"], machine, str(row["ranks"]), row["dtype"], row["arm"], str(row["steps"])]
-                apart = f"{row['apart']:.1%}" if row.get("apart") is not None else ""
-                figures = [f"{losses[0]:.3f} → {losses[-1]:.4f}", apart, f"{row['test_accuracy']:.3f}"]
-                rows.append([*what, *figures])
+    for file in files:
+        for row in file["rows"]:
+            losses = row["losses_by_tenth"]
+            what = [row["case"], machine_of(file), str(row["ranks"]), row["dtype"], row["arm"], str(row["steps"])]
+            apart = f"{row['apart']:.1%}" if row.get("apart") is not None else ""
+            figures = [f"{losses[0]:.3f} → {losses[-1]:.4f}", apart, f"{row['test_accuracy']:.3f}"]
+            rows.append([*what, *figures])
     head = ["network", "machine", "ranks", "dtype", "way", "steps", "loss, first → last tenth"]
     head += ["apart from the first plan", "test accuracy"]
     return table(head, rows)
 
 
 TABLES = {
-    "bench_train": training,
+    "bench_train": lambda: training(everywhere("bench_train")),
     "bench_conv": convolutions,
     "bench_ops": operations,
-    "bench_learning": learning,
+    "bench_learning": lambda: learning(everywhere("bench_learning")),
 }
 
 

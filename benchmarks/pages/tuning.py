@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 
-from pages.files import load, table
+from pages.files import File, table
 
 _WORST = 12  # rows of the second table
 
 
-def choices() -> str:
+def choices(files: Iterable[File]) -> str:
     """What convolutions lose without tuning: by pass, and the worst of them."""
-    rows = [row for file in load("h200", "bench_conv_choice") for row in file["rows"]]
+    rows = [row for file in files for row in file["rows"]]
     losses: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         losses.setdefault((row["pass"], row["dtype"]), []).append(row["ms"] / row["peers"]["tuned"])

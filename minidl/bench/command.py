@@ -7,14 +7,12 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network, merged, new_step
 from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, layer_case
-from minidl.bench.step import TrainingStep
 from minidl.config import Help
 from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
@@ -22,7 +20,6 @@ from minidl.profile import ceilings, compare
 from minidl.profile.energy import Energy, Meter
 from minidl.profile.results import load, result, write, write_csv
 from minidl.profile.runs import runs
-from minidl.profile.spans import NvtxRanges
 from minidl.profile.tables import show
 from minidl.profile.trace import write_trace
 from minidl.profile.views import VIEWS, default_view, footer, tables
@@ -94,7 +91,6 @@ def _add_network(p: argparse.ArgumentParser) -> None:
     p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
     p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
     p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
-    p.add_argument("--nvtx", action="store_true", help="mark each pass for NVIDIA's profilers")
     p.add_argument(
         "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
     )
@@ -147,7 +143,7 @@ def _layers(a: argparse.Namespace) -> int:
     return _status(a, [content])
 
 
-_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "nvtx", "strict", "model", "classes")  # and of networks
+_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "strict", "model", "classes")  # and of networks
 
 
 def _refuse(a: argparse.Namespace) -> None:
@@ -185,17 +181,11 @@ def _options(a: argparse.Namespace, device: str) -> layers.Options:
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:
-    def prepare(step: TrainingStep) -> None:
-        if a.nvtx:
-            step.observe(NvtxRanges())
-            step()
-            step.observe()
-
     megabytes = a.group_mb and checks.number("bench", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
     seconds = checks.number("bench", "--seconds", a.seconds, "above 0", lambda v: v > 0)
     return {
-        "seconds": seconds, "capture": not a.no_capture, "prepare": prepare,
-        "group_bytes": None if megabytes is None else int(megabytes * (1 << 20)), "energy": _energy(a),
+        "seconds": seconds, "capture": not a.no_capture, "energy": _energy(a),
+        "group_bytes": None if megabytes is None else int(megabytes * (1 << 20)),
     }  # fmt: skip
 
 
@@ -292,7 +282,7 @@ def _start(a: argparse.Namespace) -> tuple[Communicator, str, Callable[[str], No
     """The ranks, their device, and a display of what is being done."""
     comm = join(a.device)
     device = device_of(a.device, comm)
-    given = next((name for name in ("energy", "kernels", "nvtx") if getattr(a, name, False)), None)
+    given = next((name for name in ("energy", "kernels") if getattr(a, name, False)), None)
     if device == "cpu" and given:
         raise checks.bad_value("", f"--{given}", "with a GPU", "--device cpu")
     return comm, device, _display() if comm.rank == 0 else lambda what: None
@@ -321,8 +311,8 @@ def _write(a: argparse.Namespace, content: dict[str, Any]) -> None:
         write_csv(a.csv, content)
         print(f"wrote {a.csv}")
     if a.trace:
-        warning = write_trace(Path(a.trace), content)
-        print(warning or f"wrote {a.trace}")
+        write_trace(a.trace, content)
+        print(f"wrote {a.trace}")
 
 
 def _status(a: argparse.Namespace, contents: list[dict[str, Any]]) -> int:

@@ -7,7 +7,6 @@ picks a few, which then take turns with that one; it stays unless another is fas
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import statistics
@@ -29,7 +28,7 @@ from minidl.graph import Graph
 from minidl.layer import Layer
 from minidl.memory import record as walk
 from minidl.precision import float32
-from minidl.profile.inputs import noise, normals
+from minidl.profile.inputs import noise, placed
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 
 WARM = Budget(samples=2, seconds=math.inf, sample_ms=8.0)  # busy for so long, the chip runs at the clock it can keep
@@ -131,12 +130,7 @@ _drawn = itertools.count()
 
 def _random(shape: Sequence[int], dtype: Any) -> Any:
     """Normal values, other ones each time."""
-    return noise(cuda, shape, dtype, next(_drawn), _normals())
-
-
-@functools.cache
-def _normals() -> Any:
-    return cuda.from_host(normals())
+    return noise(cuda, shape, dtype, next(_drawn), placed(cuda))
 
 
 def race(

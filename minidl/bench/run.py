@@ -47,7 +47,6 @@ def bench_network(
     energy: Energy | None = None,
     group_bytes: int | None = None,
     progress: Progress = lambda what: None,
-    prepare: Callable[[TrainingStep], None] = lambda step: None,
     step: TrainingStep | None = None,
 ) -> dict[str, Any]:
     """Everything about one network.
@@ -56,7 +55,6 @@ def bench_network(
         isolated: also time each pass of each layer alone.
         seconds, capture, energy: see `minidl.bench.network.measure`.
         group_bytes: neighbouring layers share a message until it holds so many; None: as `Model` takes it.
-        prepare: given the step before it is measured.
         step: of the same network, precision and device, in other batches (`new_step`): weights take long to draw.
 
     Raises:
@@ -76,7 +74,6 @@ def bench_network(
         step = new_step(setup, comm, group_bytes)
     step.resize(setup.batch)
     plan = fuse(step.model, setup.fusion, batch=setup.batch)
-    prepare(step)
     times = network.measure(step, seconds=seconds, capture=capture, energy=energy, progress=progress)
     saved = dict(step.model.store.by_layer)
     kernels = launches(step)

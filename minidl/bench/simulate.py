@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -47,7 +47,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         f"does), and microseconds for each message; default: {scaling.INTERFERENCE}",
     )  # fmt: skip
     p.add_argument(
-        "--check", nargs="+", metavar="FILE", default=[], help="compare with steps measured on several ranks"
+        "--check", nargs="+", metavar="FILE", default=[], help="compare with steps that bench_scaling.py measured"
     )
     p.add_argument("--fit", action="store_true", help="with --check: also the interference that explains them best")
     p.add_argument("--json", help="result file")
@@ -241,11 +241,11 @@ def _check(known: dict[str, Run], a: argparse.Namespace) -> None:
         o = case.simulated(interference)
         errors.append(o.ms / case.ms - 1)
         added = [f"{case.added_ms:.3f}", f"{o.exposed_ms:.3f}"]
-        figures = [f"{case.ms:.3f}", f"{o.ms:.3f}", f"{errors[-1]:+.1%}", *added, case.beside]
-        rows.append([case.step.case, str(o.ranks), case.arm, f"{case.messages or ''}", f"{len(o.messages)}", *figures])
+        figures = [f"{case.ms:.3f}", f"{o.ms:.3f}", f"{errors[-1]:+.1%}", *added]
+        rows.append([case.step.case, str(o.ranks), case.arm, str(case.messages), str(len(o.messages)), *figures])
     order = sorted(range(len(rows)), key=lambda i: -abs(errors[i]))
     columns = ["network", "ranks", "messages", "sent", "simulated", "measured ms", "simulated ms", "error"]
-    columns += ["added ms, measured", "simulated", "beside"]
+    columns += ["added ms, measured", "simulated"]
     notes = [f"worst error of a step: {max(map(abs, errors)):.1%}"]
     if a.fit:
         found = scaling.fitted([(c.step, c.cluster, c.group_bytes, c.share, c.added_ms) for c in cases])
@@ -258,8 +258,8 @@ class Measured:
     """A step on several ranks, and what it is simulated from.
 
     Attributes:
-        added_ms: to the step of one rank, or to that of the same ranks without messages, as ``beside`` says.
-        messages, waiting: that were sent, and of these that waited to start; 0 where it was not kept.
+        added_ms: to the step of the same ranks without messages.
+        messages, waiting: that were sent, and of these that waited to start.
     """
 
     step: StepTimes
@@ -269,10 +269,9 @@ class Measured:
     share: float
     ms: float
     added_ms: float
-    beside: str
-    messages: int = 0
-    waiting: int = 0
-    factors: bool = False
+    messages: int
+    waiting: int
+    factors: bool
 
     def simulated(self, interference: Interference) -> Outcome:
         """The same step on paper."""
@@ -281,30 +280,13 @@ class Measured:
         return scaling.simulate(self.step, self.cluster, 1, self.group_bytes, **options)
 
 
-def measurements(known: dict[str, Run], file: str, links: Sequence[Sums] = ()) -> list[Measured]:
-    """The steps on several ranks in a file, of networks whose layers are known from one rank."""
+def measurements(known: dict[str, Run], file: str, links: Sequence[Sums] = ()) -> Iterator[Measured]:
+    """The steps on several ranks in a file of ``bench_scaling.py``, of networks whose layers are known from one rank:
+    these, in the time of the step without messages of the same run.
+    """
     content = load(file)
-    of_scaling = content.get("benchmark") == "bench_scaling"
-    return list((_scaled if of_scaling else _profiled)(known, content, file, links))
-
-
-def _profiled(
-    known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]
-) -> Iterator[Measured]:
-    """Of ``minidl bench model``: beside one rank, measured in another run."""
-    sums = sums_of(content, file)
-    cluster = Cluster(sums.ranks, sums.points(), AlphaBeta(0.0, 1.0))
-    groups = {point["case"]: point["setup"]["group_bytes"] for point in content.get("points", [])}
-    for one in runs(content, file):
-        if one.case in known and one.case in groups and one.ranks == sums.ranks and one.step:
-            step, size, ms = scaling.measured(known[one.case]), groups[one.case], one.step["ms"]
-            arm = f"{next(iter(sums.engines))}/{size / _MIB:g}"
-            factors = any("factors" in row for row in one.rows)
-            yield Measured(step, cluster, arm, size, 1.0, ms, ms - step.ms, "one rank", factors=factors)
-
-
-def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links: Sequence[Sums]) -> Iterator[Measured]:
-    """Of ``bench_scaling.py``: beside the step without messages of the same run, whose layers are those of one rank."""
+    if content["benchmark"] != "bench_scaling":
+        raise NotInFile(f"{file}: no steps with messages and without in one run; make it with bench_scaling.py")
     for row in content["rows"]:
         engine = row["arm"].partition("/")[0]
         if row["case"] not in known or row["group"] == "near":
@@ -319,5 +301,5 @@ def _scaled(known: dict[str, Run], content: Mapping[str, Any], file: str, links:
         cluster = Cluster(sums.ranks, sums.points(engine), AlphaBeta(0.0, 1.0))
         yield Measured(
             step, cluster, row["arm"], round(_MIB * float(row["group"])), share, row["ms"], row["exposed_ms"],
-            "no messages", row["messages"], row["waiting"], not row["arm"].endswith("/sums"),
+            row["messages"], row["waiting"], not row["arm"].endswith("/sums"),
         )  # fmt: skip

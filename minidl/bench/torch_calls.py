@@ -274,34 +274,17 @@ def time_calls(
         RuntimeError: from torch, when calls cannot be captured.
     """
     device = device or next((t.device.type for t in tensors(calls[0]())), "cpu")
-    known = {"replayed": _replayed, "hot": _launched} if device == "cuda" else {"cold": _cold, "hot": _hot}
-    way = way or next(iter(known))
+    known, budget = ("replayed", "hot") if device == "cuda" else ("cold", "hot"), budget or Budget()
+    way = way or known[0]
     if way not in known:
         raise checks.bad_value("the PyTorch baseline", "way", f"one of {', '.join(known)} on {device}", way)
-    return known[way](calls, budget or Budget())
-
-
-def _cold(calls: Sequence[Call], budget: Budget) -> Timing:
-    return HostTimer().cold(calls[0], budget)
-
-
-def _hot(calls: Sequence[Call], budget: Budget) -> Timing:
-    whole = HostTimer().hot(lambda: [call() for call in calls], budget)
-    return Timing(tuple(ms / len(calls) for ms in whole.samples_ms))
-
-
-def _launched(calls: Sequence[Call], budget: Budget) -> Timing:
-    for call in calls:
-        call()
-    return _repeated(lambda: [call() for call in calls], len(calls), budget)
-
-
-def _replayed(calls: Sequence[Call], budget: Budget) -> Timing:
+    if device != "cuda":
+        timer = HostTimer()
+        return timer.cold(calls[0], budget) if way == "cold" else timer.in_turns([calls], budget)[0]
+    if way == "hot":
+        return _repeated(lambda: [call() for call in calls], len(calls), budget)
     with captured(calls) as replay:
-        if replay is None:
-            return Timing((0.0, 0.0))
-        replay()
-        return _repeated(replay, len(calls), budget)
+        return _repeated(replay, len(calls), budget) if replay else Timing((0.0, 0.0))
 
 
 @contextmanager
@@ -335,6 +318,7 @@ def captured(calls: Sequence[Call], side: Any = None) -> Iterator[Call | None]:
 def _repeated(body: Call, calls: int, budget: Budget) -> Timing:
     """Time per call where ``body`` makes ``calls`` of them."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    body()
 
     def elapsed(repeats: int) -> float:
         start.record()

@@ -138,7 +138,7 @@ class ShmCommunicator(HostCommunicator):
 
     name = "shm"
 
-    def __init__(self, control: MPICommunicator, chunk_bytes: int = 0) -> None:
+    def __init__(self, control: MPICommunicator) -> None:
         """Join all ranks of ``control``, which is closed with this one; a collective.
 
         Raises:
@@ -156,9 +156,8 @@ class ShmCommunicator(HostCommunicator):
             )
         # Who shares its core with others gives it to them at once.
         spins = SPINS if ranks_sharing_cores(control) <= len(available_cores()) else 0
-        chunk = chunk_bytes or _chunk(self.local_size)
         self._regions: list[_Region] = []
-        inline, messages = (_lane(control, chunk, spins, self._regions) for _ in range(2))
+        inline, messages = (_lane(control, spins, self._regions) for _ in range(2))
         super().__init__(control.roll_call, inline, messages)
 
     def share(self, value: Any) -> list[Any]:
@@ -213,8 +212,9 @@ def _chunk(ranks: int) -> int:
     return max(min(CHUNK_BYTES, ALL_CHUNKS_BYTES // ranks) // page, 1) * page
 
 
-def _lane(control: MPICommunicator, chunk: int, spins: int, regions: list[_Region]) -> Any:
+def _lane(control: MPICommunicator, spins: int, regions: list[_Region]) -> Any:
     rank, ranks = control.local_rank, control.local_size
+    chunk = _chunk(ranks)
     memory = _shared_memory(control, _window.channel_bytes(ranks, chunk), _window.parts(rank, ranks, chunk))
     channel = _window.Channel(memory, rank, ranks, chunk, spins, DIRECT_BYTES)
     host = _ShmLane(control.host_ranks, channel, regions)

@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from minidl import checks
+from minidl.cuda.copies import CopyEngine
 from minidl.memory.plan import human
 from minidl.memory.program import Operation
 from minidl.memory.recording import Place, Run, mapped
@@ -23,37 +24,6 @@ from minidl.profile import Profiler
 from minidl.store import TensorStore
 
 _PASSES = ("forward", "backward_weight", "backward_data")
-
-
-class Engine(Protocol):
-    """Memory and streams of a device; `minidl.cuda.copies.CopyEngine` is a GPU's."""
-
-    def allocating(self, place: Callable[[int], int | None]) -> AbstractContextManager[None]:
-        """Within, an array of n bytes lies at offset ``place(n)`` of the arena; at None, where arrays usually lie."""
-
-    def view(self, offset: int, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any) -> Any:
-        """An array at ``offset`` of the arena."""
-
-    def offset(self, array: Any) -> int | None:
-        """Where in the arena ``array`` begins; None outside."""
-
-    def copy_out(self, offset: int, host: int, count: int) -> None:
-        """Copy bytes of the arena to offset ``host`` of the host's memory, on the stream ``out``."""
-
-    def copy_in(self, offset: int, host: int, count: int) -> None:
-        """Copy them back, on the stream ``in``."""
-
-    def host(self, offset: int, count: int) -> np.ndarray:
-        """So many float32 of the host's memory, when all streams are idle."""
-
-    def record(self, stream: str, event: int) -> None:
-        """Event number ``event`` is over when what was issued to ``stream`` so far is."""
-
-    def wait(self, stream: str, event: int) -> None:
-        """What is issued to ``stream`` from now on starts behind the event."""
-
-    def drain(self) -> None:
-        """Wait until all streams are idle: after an error."""
 
 
 class ScriptedStore(TensorStore):
@@ -69,7 +39,7 @@ class ScriptedStore(TensorStore):
         settle: brings back to the device what lies in the host's memory between steps; called when the store goes.
     """
 
-    def __init__(self, engine: Engine, script_for: Callable[[int], Script]):
+    def __init__(self, engine: CopyEngine, script_for: Callable[[int], Script]):
         super().__init__()
         self.engine, self.script_for = engine, script_for
         self.settle: Callable[[], None] = lambda: None

@@ -9,8 +9,9 @@ from functools import partial
 from typing import Any
 
 from minidl import checks
+from minidl.cuda.copies import CopyEngine
 from minidl.fusion import fuse
-from minidl.memory.execute import Engine, ScriptedStore
+from minidl.memory.execute import ScriptedStore
 from minidl.memory.gaps import LEAST, problem
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.plan import Infeasible, Plan, human, smallest
@@ -61,7 +62,7 @@ class LimitedMemory:
     def allocate(self) -> LimitedMemory:
         """Take the memory, and run the model's steps in it from now on."""
         _release(self._model)  # another limit's memory
-        make = self._options["engine"] or _gpu
+        make = self._options["engine"] or CopyEngine
         # The plan of a slightly smaller batch may move slightly more, or a tensor more.
         tensors, moved = self.script.trace.tensors, self.script.plan.chosen("offload")
         host_bytes, budget = self.script.host_bytes, self._host_budget()
@@ -225,7 +226,7 @@ def limit_memory(
     optimizer: SGD | None = None,
     fusions: Sequence[str] = (),
     reserve: int = 0,
-    engine: Callable[[int, int], Engine] | None = None,
+    engine: Callable[[int, int], CopyEngine] | None = None,
 ) -> LimitedMemory:
     """Train ``model`` within a limit of GPU memory: saved tensors stay, go to the host and back, or are made again::
 
@@ -308,12 +309,6 @@ def _fused(
         raise smallest(errors) if errors else other
     fuse(model, fastest)
     return found[fastest]
-
-
-def _gpu(arena_bytes: int, host_bytes: int) -> Engine:
-    from minidl.cuda.copies import CopyEngine
-
-    return CopyEngine(arena_bytes, host_bytes)
 
 
 def _attach(model: Model, store: TensorStore) -> None:

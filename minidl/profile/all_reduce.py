@@ -16,7 +16,7 @@ import numpy as np
 from minidl.dist import Communicator
 from minidl.dist.communicator import place
 from minidl.profile.roofline import wire_bytes
-from minidl.profile.timing import Timing
+from minidl.profile.timing import Timing, slowest
 
 SIZES = tuple(4096 * 4**i for i in range(9))  # bytes, 4 KiB to 256 MiB
 SAMPLES = 5
@@ -50,8 +50,7 @@ def timed(ops: ModuleType, comm: Communicator, size: int, samples: int = 10) -> 
     # Where gradients lie, which may go another way; values other than zeros would grow out of range, sum after sum.
     message = place(comm, ops.zeros(size // 4, np.float32))
     comm.all_reduce(message)
-    own = [elapsed(comm, message, calls) / calls for _ in range(samples)]
-    return Timing(tuple(map(max, zip(*comm.share(own), strict=True))))
+    return slowest(comm, [elapsed(comm, message, calls) / calls for _ in range(samples)])
 
 
 def fit(points: Sequence[tuple[float, float]]) -> tuple[float, float]:

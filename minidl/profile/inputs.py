@@ -18,7 +18,7 @@ def noise(ops: ModuleType, shape: Sequence[int], dtype: Any, seed: int = 0, valu
     """Normal values of the table's kind; they repeat every 2^22, which no kernel notices.
 
     Args:
-        values: `normals` as an array of the table, for who draws often; default: what is needed of them is copied.
+        values: `placed`, for who draws often; default: what is needed of them is copied.
     """
     size, start = math.prod(shape), seed % _STARTS * _ALIGNED
     part = slice(start, start + min(size, _PERIOD))
@@ -34,6 +34,12 @@ def noise(ops: ModuleType, shape: Sequence[int], dtype: Any, seed: int = 0, valu
 def normals() -> np.ndarray:
     """The values that `noise` takes its parts from, float32."""
     return np.random.default_rng(0).standard_normal(_PERIOD + _STARTS * _ALIGNED, np.float32)
+
+
+@functools.cache
+def placed(ops: ModuleType) -> Any:
+    """`normals` as an array of the table."""
+    return ops.from_host(normals())
 
 
 def labels(ops: ModuleType, shape: tuple[int, ...], classes: int, seed: int = 0) -> Any:

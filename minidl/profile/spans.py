@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, runtime_checkable
 
-from minidl import checks
-
 _NOTHING = nullcontext()
 
 
@@ -59,25 +57,3 @@ class SpanRecorder:
     def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
         self.events.append((layer, pass_name))
         yield
-
-
-class NvtxRanges:
-    """A profiler that marks each span on the host's thread.
-
-    Raises:
-        ImportError: without CuPy, through which NVTX is called.
-    """
-
-    def __init__(self) -> None:
-        with checks.needs("NVTX ranges", "cuda13"):
-            from cupy.cuda import nvtx
-        self._nvtx = nvtx
-
-    @contextmanager
-    def span(self, layer: str, pass_name: str, stream: Any = None) -> Iterator[None]:
-        """See `minidl.profile.Profiler`."""
-        self._nvtx.RangePush(f"{layer}/{pass_name}")
-        try:
-            yield
-        finally:
-            self._nvtx.RangePop()

@@ -28,6 +28,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from minidl.cuda.capture import Room
+    from minidl.dist.communicator import Communicator
 
 CACHE_MULTIPLE = 2  # all input sets together, in sizes of the cache
 _ENOUGH_FOR_P95 = 20
@@ -123,6 +124,11 @@ def balanced(n: int) -> list[list[int]]:
     return rows if n % 2 == 0 or n == 1 else [*rows, *(row[::-1] for row in rows)]
 
 
+def slowest(comm: Communicator, samples_ms: Sequence[float]) -> Timing:
+    """Of each sample that all ranks took together the slowest rank's; a collective."""
+    return Timing(tuple(map(max, zip(*comm.share(list(samples_ms)), strict=True))))
+
+
 def input_sets(bytes_per_set: int, cache_bytes: int) -> int:
     """How many input sets to rotate among so that together they exceed the cache twice; at least two."""
     return max(2, math.ceil(CACHE_MULTIPLE * cache_bytes / max(bytes_per_set, 1)) + 1)
@@ -183,10 +189,10 @@ class DeviceTimer(Timer):
     def __init__(self) -> None:
         import cupy
 
-        from minidl.cuda import capture
+        from minidl.cuda.capture import Room
         from minidl.cuda.device import current_device
 
-        self._graphs = capture
+        self._room = Room
         self._cupy, self.cache_bytes = cupy, current_device().l2_bytes
         self._start, self._stop = cupy.cuda.Event(), cupy.cuda.Event()
 
@@ -203,7 +209,7 @@ class DeviceTimer(Timer):
             return budget.per_call(partial(self._repeated, launch, stream), len(calls))
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
-        room = self._graphs.Room()
+        room = self._room()
         with ExitStack() as graphs:
             runs = []
             for calls in contestants:
@@ -221,17 +227,13 @@ class DeviceTimer(Timer):
         Args:
             room: of graphs that take turns; default: one of its own.
         """
-        room = room or self._graphs.Room()
+        room = room or self._room()
         self._cupy.cuda.Device().synchronize()  # the inputs were made on another stream
         with room.entered():
-            # Kernels are loaded and the room is filled now: neither is allowed while a stream is captured.
-            results = [call() for call in calls]
-            del results
-            room.stream.synchronize()
             # All results are there at once, so that outputs rotate like inputs; then the room keeps their memory.
-            graph = self._graphs.capture(lambda: [call() for call in calls], room.stream)[0]
+            launch = room.capture(lambda: [call() for call in calls])[0]
             try:
-                yield lambda: graph.launch(room.stream), room.stream
+                yield launch, room.stream
             finally:
                 room.stream.synchronize()  # before what the graph writes to is let go
 
@@ -287,6 +289,8 @@ class HostTimer(Timer):
 
     def in_turns(self, contestants: Sequence[Sequence[Call]], budget: Budget = Budget()) -> list[Timing]:
         def elapsed(calls: Sequence[Call], repeats: int) -> float:
+            for call in calls:
+                call()  # not counted: the caches are full of a rival's operands, and its threads may still be spinning
             return self._elapsed(lambda: [call() for _ in range(repeats) for call in calls])
 
         with _no_collection():

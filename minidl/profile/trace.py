@@ -17,9 +17,6 @@ from typing import Any
 
 from minidl.profile.results import Row, write
 
-LARGE_BYTES = 50 << 20  # viewers become slow
-LARGEST_BYTES = 300 << 20  # viewers give up
-
 _LANES = ("compute", "messages", "host")
 _TRACKS = 16  # thread numbers of one lane: parts of it that run side by side
 _RESOLUTION_NS = 1000  # two readings of a GPU's clock; what overlaps by less does not overlap
@@ -77,23 +74,13 @@ def chrome_trace(content: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def write_trace(path: str | Path, content: Mapping[str, Any]) -> str | None:
+def write_trace(path: str | Path, content: Mapping[str, Any]) -> None:
     """Write the trace, whole or not at all, compressed when ``path`` ends in .gz; folders are made.
 
-    Returns:
-        A warning when viewers will be slow, else None.
-
     Raises:
-        ValueError: from `chrome_trace`, and for a trace that no viewer opens; nothing is then written.
+        ValueError: from `chrome_trace`; nothing is then written.
     """
-    path = Path(path)
-    data = json.dumps(chrome_trace(content), separators=(",", ":"), allow_nan=False).encode()
-    size = f"{path}: a trace of {len(data) / 2**20:.0f} MB"
-    remedy = "profile fewer steps, or fewer ranks"  # compressing does not help: viewers hold it unpacked
-    if len(data) > LARGEST_BYTES:
-        raise ValueError(f"{size} exceeds the {LARGEST_BYTES >> 20} MB that viewers open; {remedy}")
-    write(path, data)
-    return f"{size}: viewers will be slow with it; {remedy}" if len(data) > LARGE_BYTES else None
+    write(path, json.dumps(chrome_trace(content), separators=(",", ":"), allow_nan=False).encode())
 
 
 # -- slices -----------------------------------------------------------------------------------------------------------
