@@ -1,4 +1,4 @@
-"""Options from a TOML file: what a run was started with, kept beside its results and used again.
+"""Options from a TOML file, what a run was started with, and what options name in the user's own modules.
 
 model = "resnet50"        # run.toml; the same words as on the command line, without the dashes
 batch = 256
@@ -9,6 +9,9 @@ sync-batch-norm = true
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -60,3 +63,27 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
     if action.choices is not None and taken not in action.choices:
         raise checks.bad_value(str(path), word, f"one of {', '.join(map(str, action.choices))}", value)
     return taken
+
+
+def named(option: str, spec: str) -> Any:
+    """What ``"package.module:name"`` names; also of a file of the working directory, ``"mynet:build"`` of mynet.py.
+
+    Raises:
+        ValueError: for text of another form, a module that cannot be imported, a name that it has not.
+    """
+    path, _, name = spec.partition(":")
+    if not (path and name):
+        raise checks.bad_value("", option, "MODULE:NAME, as in mynet:build for a function of mynet.py", spec)
+    here = os.getcwd()
+    sys.path.insert(0, here)
+    try:
+        found = importlib.import_module(path)
+    except ImportError as error:
+        raise ValueError(f"{option} {spec}: {path} cannot be imported ({error})") from error
+    finally:
+        sys.path.remove(here)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise checks.unknown(f"name in {path}", name, [n for n in vars(found) if not n.startswith("_")])
+        found = getattr(found, part)
+    return found

@@ -54,7 +54,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compress", action="store_true", help="share weights, and write OUTPUT/model.mdz")
     p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share")
     p.add_argument("--share-epochs", type=int, default=2, help="epochs that train them, after the others")
-    p.set_defaults(output="runs/prune", lr=0.05)
+    p.set_defaults(output="runs/prune")
 
 
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
@@ -72,6 +72,8 @@ def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
 
 class _Pruning(training.Training):
     """Training with masks that grow."""
+
+    rate_share = 0.5
 
     def prepare(self, model: Model, a: argparse.Namespace) -> None:
         if a.start is not None:

@@ -33,6 +33,7 @@ from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
+_RATES = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _ON_DISK = ("cifar10", "folder", "mnist")
@@ -56,9 +57,10 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _add_network(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet20", help=models.CHOICES)
     p.add_argument("--model-options", metavar="TEXT", help="arguments of the network: 'width=16 depth=3' of unet")
-    p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
+    sets = f"one of {', '.join(data.datasets())}, or MODULE:FUNCTION of your own"
+    p.add_argument("--data", default="digits", help=sets)
     p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
     p.add_argument("--loader", default="threads", choices=["threads", "dali"], help="dali: NVIDIA's, for image folders")
     p.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images of synthetic, coins and folder")
@@ -75,7 +77,8 @@ def _add_network(p: argparse._ArgumentGroup) -> None:
 def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--epochs", type=int, default=30, help="in all, counting those before --resume")
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
-    p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
+    rates = ", ".join(f"{rate:g} of {name}" for name, rate in _RATES.items())
+    p.add_argument("--lr", type=float, help=f"learning rate after warm-up; default: {rates}; half of it in prune")
     p.add_argument(
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
@@ -163,6 +166,8 @@ def _profile(a: argparse.Namespace) -> TrainingProfile | None:
 class Training:
     """What ``minidl train`` does where another verb that trains may do something else."""
 
+    rate_share = 1.0  # of the usual learning rate, where none is given
+
     def prepare(self, model: Model, a: argparse.Namespace) -> None:
         """Before there is an optimizer."""
 
@@ -245,6 +250,7 @@ def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, floa
     checks.at_least("", "--epochs", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("", "--output", "a folder", a.output, "'.' is this one")
+    a.lr = verb.rate_share * _RATES[a.optimizer] if a.lr is None else a.lr
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     train_set, test_set = _data_sets(a)

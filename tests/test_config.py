@@ -22,7 +22,7 @@ def test_a_files_words_are_the_options_and_the_command_line_wins(tmp_path):
     text = 'model = "unet"\nbatch = 96\nweight-decay = 1e-3\nsync_batch_norm = true\naugment = false\nresume = ""\n'
     a = parsed(tmp_path, text, "--batch", "8", "--augment")
     assert (a.model, a.batch, a.weight_decay, a.sync_batch_norm, a.resume) == ("unet", 8, 1e-3, True, "")
-    assert a.augment is True and a.lr == 0.1
+    assert a.augment is True and a.lr is None
     assert parsed(tmp_path, text).batch == 96 and parsed(tmp_path, text).augment is False
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from minidl import checkpoint, cli, data
@@ -34,7 +36,7 @@ def test_the_command_trains_and_resumes(tmp_path, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])
 def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
     options = ("--optimizer", optimizer, "--label-smoothing", "0.1", "--clip-norm", "1", "--schedule", "poly:2")
-    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path), "--lr", "0.01")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
     status, out, err = run_cli(capsys, *common, *options, "--epochs", "1")
     assert status == 0 and err == "" and "test accuracy" in out
     status, _, err = run_cli(capsys, *common, "--epochs", "2", "--resume")
@@ -42,6 +44,17 @@ def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
     if optimizer != "lars":
         status, _, err = run_cli(capsys, *common, "--optimizer", optimizer, "--momentum", "0.9")
         assert status == 2 and f"--momentum is for sgd and lars, not for {optimizer}" in err
+
+
+def test_each_optimizer_has_a_learning_rate_of_its_own(tmp_path, capsys):
+    """Batch-normalised networks stay at chance for an epoch where AdamW takes the rate of SGD."""
+    rates = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
+    fixed = ("--device", "cpu", "--model", "mlp", "--epochs", "1", "--schedule", "constant", "--warmup", "0")
+    for verb, share in (("train", 1), ("prune", 0.5)):
+        for name, rate in rates.items():
+            status, _, _ = run_cli(capsys, verb, *fixed, "--optimizer", name, "--output", str(tmp_path))
+            [row] = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+            assert status == 0 and float(row["lr"]) == pytest.approx(share * rate), (verb, name)
 
 
 def test_the_command_augments_unless_told_not_to(tmp_path, capsys, monkeypatch):
