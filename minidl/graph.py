@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain, count
 from weakref import WeakSet
 
 from minidl import checks
@@ -103,6 +104,8 @@ class Graph:
     def add(self, layer: Layer, inputs: Sequence[Node]) -> Node:
         """Append ``layer`` on ``inputs``; `Layer.__call__` does this. Gives the layer its full name.
 
+        Layers without weights that nobody named are numbered: ``relu``, ``relu2``. Names of weights are for the author.
+
         The output must be declared after the last layer, or again.
 
         Raises:
@@ -121,6 +124,9 @@ class Graph:
             raise checks.order(layer.name, "added to a graph that belongs to a model", "build the graph first, whole")
         own = layer.name
         name = ".".join((*_scopes.get(), own))
+        if own == type(layer).__name__.lower() and not (layer.specs or layer.buffer_specs):
+            numbered = chain([name], (f"{name}{i}" for i in count(2)))  # no weights go by such a name
+            name = next(free for free in numbered if free not in self._names)
         if name in self._names or name == "input":
             raise checks.bad_value(
                 type(layer).__name__, "name", f"new in the graph (add name=... or a scope around {name!r})", name
