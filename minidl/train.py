@@ -166,7 +166,9 @@ class Trainer:
                 raise checks.bad_value(
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
-
+            if loader is not None and loader.dtype != (stored := self.model.precision.storage):
+                remedy = "make it with dtype=model.precision.storage"
+                raise checks.bad_dtype("Trainer", f"images of {argument}", str(stored), loader.dtype, remedy)
         strange = next((callback for callback in self.callbacks if not hasattr(callback, "key")), None)
         if strange is not None:
             raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", type(strange).__name__)

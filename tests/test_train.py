@@ -255,6 +255,8 @@ def test_parts_that_do_not_belong_together_are_refused():
         parts(loss=m.SoftmaxCrossEntropy(comm=type(run.comm)()))
     with pytest.raises(ValueError, match="train_loader must be .*rank 0 of 1"):
         parts(train_loader=data.Loader(run.train_loader.dataset, 8, rank=1, size=2))
+    with pytest.raises(TypeError, match=r"images of train_loader must be float32, got float16; .*dtype=model"):
+        parts(train_loader=data.Loader(run.train_loader.dataset, 8, dtype=np.float16))
     with pytest.raises(TypeError, match=r"train_loader must be a data.Loader, got tuple; ArrayDataset"):
         parts(train_loader=(np.zeros((4, 8, 8, 3)), np.zeros(4)))
     with pytest.raises(TypeError, match=r"schedule must be a function of the step, got .*schedule.Constant"):
