@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -30,6 +31,7 @@ VERBS = {
     ),
 }
 _ALIASES = {"doctor": ["info"]}
+_UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
@@ -75,8 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             use_config(_verb(top, arguments.verb), arguments.config)
             arguments = _parsed(top, argv)
         status = arguments.run(arguments)
+        sys.stdout.flush()
         dist.world().close()
         return status
+    except BrokenPipeError:  # who reads, such as head, has seen enough; what is left must not fail at the very end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_UNREAD)
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         missing = isinstance(error, FileNotFoundError) and error.filename is not None
         words = f"there is no file {error.filename}" if missing else error

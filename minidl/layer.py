@@ -33,7 +33,7 @@ _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS: dict[str, Any] = {}
 
 
-class Layer:
+class Layer(checks.Told):
     """Base class of all layers.
 
     Args:

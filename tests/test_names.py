@@ -59,7 +59,7 @@ def trained() -> dict[str, object]:
     images = np.zeros((2, 4), np.float32)
     totals = loss(model(images), np.array([0, 2]))
     batch = Batch(images, np.array([0, 2]), 0, 2)
-    return {"Model": model, "SGD": m.AdamW(model, 0.1), "Totals": totals, "Batch": batch}
+    return {"Layer": m.ReLU(), "Model": model, "SGD": m.AdamW(model, 0.1), "Totals": totals, "Batch": batch}
 
 
 @pytest.mark.parametrize("name", _DONE_HERE)
