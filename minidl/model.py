@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -29,7 +28,7 @@ from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, 
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Cost, Profiler, grouping, tuned
+from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -150,9 +149,8 @@ class Model(checks.Told):
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
-            cost, alone = Cost(), type(node.layer).__name__ not in ABSORBED
-            with suppress(NotImplementedError):  # a layer whose author left it out: as if it took no time
-                cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
+            alone = type(node.layer).__name__ not in ABSORBED
+            cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes, alone))
         return found

@@ -231,8 +231,8 @@ class Trainer:
     @property
     def figures(self) -> list[str]:
         """Names of what an epoch is told by, as in metrics.csv."""
-        names = [*MetricsLog.COLUMNS, *self.metrics]
-        return [name for name in names if self.test_loader is not None or not name.startswith("test_")]
+        names = [name for name in MetricsLog.COLUMNS if self.loss.classifies or not name.endswith("accuracy")]
+        return [n for n in [*names, *self.metrics] if self.test_loader is not None or not n.startswith("test_")]
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Let rank 0 deal with files; a collective.
@@ -315,12 +315,14 @@ class Trainer:
             "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
             "seconds": round(seconds, 3), "images_per_s": round(images / seconds, 1),
         }  # fmt: skip
-        summary = f"loss {loss:.4f}  accuracy {accuracy:.4f}  {row['images_per_s']:.0f} images/s"
+        right = f"accuracy {accuracy:.4f}  " if self.loss.classifies else ""
+        summary = f"loss {loss:.4f}  {right}{row['images_per_s']:.0f} images/s"
         if self.test_loader is not None:
             row["test_loss"], row["test_accuracy"] = self.evaluate()
             row |= {name: metric.value() for name, metric in self.metrics.items()}
-            for name in ("test_accuracy", *self.metrics):
+            for name in ("test_accuracy" if self.loss.classifies else "test_loss", *self.metrics):
                 summary += f"  {name.replace('_', ' ')} {row[name]:.4f}"
+        row = {name: row[name] for name in self.figures}
         self.display.finish(summary)
         if self.log is not None:
             self.log.epoch(row)

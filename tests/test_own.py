@@ -25,6 +25,23 @@ def build(num_classes=4, image_shape=(16, 16, 3), width=8):
     return graph.output(m.Linear(width, num_classes, name="head")(x))
 
 
+class Twice(m.Layer):  # without a cost
+    def output_shape(self, shape):
+        return shape
+
+    def compute(self, x):
+        return 2 * x
+
+    def backward_data(self, dy, add=None):
+        return 2 * dy
+
+
+def with_an_own_layer(num_classes=2, image_shape=(6, 6, 3)):
+    graph = m.Graph()
+    x = m.Flatten()(Twice()(graph.input(image_shape)))
+    return graph.output(m.Linear(x.shape[-1], num_classes, name="head")(x))
+
+
 def without_defaults(num_classes, image_shape):
     return build(num_classes, image_shape)
 
@@ -87,6 +104,8 @@ def test_an_own_network_is_measured_planned_and_fused(here, capsys):
     content = json.loads((here / "own.json").read_text())
     assert {row["layer"] for row in content["rows"]} >= {"conv", "bn", "relu", "pool", "head"}
     assert (content["setup"]["image_size"], content["setup"]["classes"]) == (16, 4)
+    status, out, _ = run_cli(capsys, "bench", "layers", "--model", "own_network:with_an_own_layer", *speed)
+    assert status == 0 and "twice" in out
     for verb in (("plan", "--batch", "4", "--limit", "100%"), ("fuse", "--device", "H200")):
         status, out, err = run_cli(capsys, *verb, *name)
         assert status == 0 and "own_network:build" in out, err

@@ -90,6 +90,7 @@ class Loss:
         comm: communicator whose ranks hold the shards of one batch.
     """
 
+    classifies = False  # whether `sums` counts right answers, so that there is an accuracy to tell
     divisible = False  # whether a batch may be cut into micro-batches: `count` knows what their losses are divided by
 
     def __init__(self, comm: Communicator = SOLO):
