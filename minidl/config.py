@@ -54,6 +54,11 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
         if not isinstance(value, bool):
             raise checks.bad_value(str(path), word, "true or false", value)
         return value
+    if action.nargs == "+":
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise checks.bad_value(str(path), word, "a text or a list of texts", value)
+        return texts
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise checks.bad_value(str(path), word, "a text or a number", value)
     try:

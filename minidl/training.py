@@ -22,6 +22,7 @@ from minidl.bench.training import TrainingProfile
 from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
 from minidl.fusion import CHOICES, fuse
 from minidl.graph import Graph
+from minidl.interchange import import_weights
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory import LimitedMemory, limit_memory
 from minidl.memory.limited import FUSIONS
@@ -59,6 +60,11 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def _add_network(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--model", default="resnet20", help=models.CHOICES)
     p.add_argument("--model-options", metavar="TEXT", help="arguments of the network: 'width=16 depth=3' of unet")
+    start = "a checkpoint, a folder of some, or a safetensors file of PyTorch; what has another size begins anew"
+    p.add_argument("--start", metavar="PATH", help=f"weights to begin with: {start}")
+    p.add_argument(
+        "--freeze", nargs="+", default=[], metavar="PATTERN", help="weights that are not trained: 'conv1.*' 'layer1.*'"
+    )
     sets = f"one of {', '.join(data.datasets())}, or MODULE:FUNCTION of your own"
     p.add_argument("--data", default="digits", help=sets)
     p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
@@ -168,9 +174,6 @@ class Training:
 
     rate_share = 1.0  # of the usual learning rate, where none is given
 
-    def prepare(self, model: Model, a: argparse.Namespace) -> None:
-        """Before there is an optimizer."""
-
     def optimizer(self, kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
         """One of this kind, for a training set of so many samples."""
         return kind(model, a.lr, **options)
@@ -279,10 +282,13 @@ def _prepared(
     network = partial(models.build, a.model, shape, train_set.num_classes, **options)
     if device == "cuda" and not choosing:
         _compile_ahead(a, network(), comm)
-    model = Model(network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
+    model = Model(
+        network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype, frozen=a.freeze
+    )
+    if a.start is not None:
+        _begin(model, a.start)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
-    verb.prepare(model, a)
     optimizer = _optimizer(model, a, verb, len(train_set))
     if a.gradients == "ring":
         optimizer.update_in_backward()
@@ -293,6 +299,15 @@ def _prepared(
         a.fusion = model.fusion
         _compile_ahead(a, network(), comm)
     return model, optimizer, memory
+
+
+def _begin(model: Model, path: str) -> None:
+    """Start from the weights of a file; a network of other layers is refused."""
+    report = import_weights(model, path, strict=False)
+    if report.missing or report.unexpected:
+        raise ValueError(f"--start {path}: weights do not fit the model: {report}")
+    if report.mismatched and model.comm.rank == 0:
+        print(f"--start {path}: {report}; what is mismatched begins anew", flush=True)
 
 
 def _trainer(

@@ -203,3 +203,21 @@ def test_a_job_that_cannot_be_joined_is_one_clear_line(capsys, monkeypatch):
     monkeypatch.setattr(dist, "init", alone)
     status, _, err = run_cli(capsys, "train")
     assert status == 2 and err.startswith("minidl train: init: this process") and err.count("\n") == 1
+
+
+def test_training_starts_from_weights_and_leaves_the_frozen_ones(tmp_path, capsys):
+    digits = ("train", "--device", "cpu", "--model", "mlp", "--epochs", "1")
+    assert run_cli(capsys, *digits, "--output", str(tmp_path / "dense"))[0] == 0
+    start = ("--start", str(tmp_path / "dense"), "--output", str(tmp_path / "tuned"))
+    status, out, err = run_cli(capsys, *digits, *start, "--freeze", "fc1.*", "fc2.weight")
+    assert status == 0 and err == "" and "--start" not in out
+    old, new = (checkpoint.load(checkpoint.latest(tmp_path / name))[0] for name in ("dense", "tuned"))
+    same = [name for name in old if name.startswith("model.") and (old[name] == new[name]).all()]
+    assert sorted(same) == ["model.fc1.bias", "model.fc1.weight", "model.fc2.weight"]
+    synthetic = ("--data", "synthetic", "--image-size", "8", "--samples", "32", "--model", "mlp", "--batch", "8")
+    status, _, err = run_cli(capsys, *digits, *start, "--model", "lenet", *synthetic[:-4], "--image-size", "32")
+    assert status == 2 and "weights do not fit the model" in err and "missing" in err
+    status, out, _ = run_cli(capsys, *digits, *start, *synthetic)
+    assert status == 0 and "mismatched: fc1.weight" in out and "begins anew" in out
+    status, _, err = run_cli(capsys, *digits, *start, "--freeze", "fc7.*")
+    assert status == 2 and "unknown parameter pattern 'fc7.*'" in err
