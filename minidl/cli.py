@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from minidl import checkpoint, dist
-from minidl.config import Help, use_config
+from minidl.config import Help, use_config, where
 from minidl.dist import abort
 
 VERBS = {
@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         missing = isinstance(error, FileNotFoundError) and error.filename is not None
         words = f"there is no file {error.filename}" if missing else error
-        words = "; ".join([str(words), *getattr(error, "__notes__", [])])
+        words = "; ".join([str(words), *getattr(error, "__notes__", [])]) + where(error)
         abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:

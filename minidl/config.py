@@ -13,6 +13,7 @@ import importlib
 import os
 import sys
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
     return taken
 
 
+_own: set[str | None] = set()  # files of modules that were imported for an option
+
+
+def where(error: BaseException) -> str:
+    """`` (mynet.py, line 7: x = block(x, 32))`` for an error that came up in what `named` imported, else nothing."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _own]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
 def named(option: str, spec: str) -> Any:
     """What ``"package.module:name"`` names; also of a file of the working directory, ``"mynet:build"`` of mynet.py.
 
@@ -83,6 +93,7 @@ def named(option: str, spec: str) -> Any:
     sys.path.insert(0, here)
     try:
         found = importlib.import_module(path)
+        _own.add(getattr(found, "__file__", None))
     except ImportError as error:
         raise ValueError(f"{option} {spec}: {path} cannot be imported ({error})") from error
     finally:
