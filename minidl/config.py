@@ -71,12 +71,12 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
     return taken
 
 
-_own: set[str | None] = set()  # files of modules that were imported for an option
+_own: set[Path] = set()  # folders of modules that were imported for an option
 
 
 def where(error: BaseException) -> str:
-    """`` (mynet.py, line 7: x = block(x, 32))`` for an error that came up in what `named` imported, else nothing."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in _own]
+    """`` (mynet.py, line 7: x = block(x))``: where an error came up in what `named` imported, or a file beside it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent in _own]
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
 
 
@@ -89,15 +89,13 @@ def named(option: str, spec: str) -> Any:
     path, _, name = spec.partition(":")
     if not (path and name):
         raise checks.bad_value("", option, "MODULE:NAME, as in mynet:build for a function of mynet.py", spec)
-    here = os.getcwd()
-    sys.path.insert(0, here)
+    if os.getcwd() not in sys.path:  # it stays: functions of the module may import others later
+        sys.path.insert(0, os.getcwd())
     try:
         found = importlib.import_module(path)
-        _own.add(getattr(found, "__file__", None))
+        _own.add(Path(getattr(found, "__file__", None) or path).parent)
     except ImportError as error:
         raise ValueError(f"{option} {spec}: {path} cannot be imported ({error})") from error
-    finally:
-        sys.path.remove(here)
     for part in name.split("."):
         if not hasattr(found, part):
             raise checks.unknown(f"name in {path}", name, [n for n in vars(found) if not n.startswith("_")])

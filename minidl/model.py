@@ -381,7 +381,7 @@ class Model(checks.Told):
         left = []
         if not strict:
             own = self.state_dict()
-            left = [name for name in own if np.shape(state.get(name)) != own[name].shape]
+            left = [name for name in own if name not in state or np.shape(state[name]) != own[name].shape]
             state = {name: own[name] if name in left else state[name] for name in own}
         buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}

@@ -224,3 +224,18 @@ def test_a_model_takes_what_fits_of_another(rng):
     for name in found:
         np.testing.assert_array_equal(found[name], (before if name in left else state)[name])
     assert trained.load_state_dict(state) == []
+
+
+def test_a_single_number_that_a_state_lacks_is_left():
+    class Shift(m.Layer):
+        def __init__(self):
+            super().__init__("shift")
+            self.declare("by", (), lambda rng, shape: np.full(shape, 3, f32), product=False)
+
+        def output_shape(self, shape):
+            return shape
+
+    graph = m.Graph()
+    model = m.Model(graph.output(Shift()(graph.input((4,)))))
+    assert model.load_state_dict({}, strict=False) == ["shift.by"]
+    assert model.state_dict()["shift.by"] == 3

@@ -76,8 +76,18 @@ def colours(split):
     return data.ArrayDataset(images, labels, num_classes=3, mean=(0.3,) * 3, std=(0.2,) * 3)
 
 
+def damaged(split):
+    import own_part
+
+    return own_part.read(split)
+
+
 def pairs(split):
     return [(np.zeros((4, 4, 1), np.float32), 0)]
+"""
+PART = """
+def read(split):
+    return [].index(split)
 """
 
 
@@ -85,13 +95,12 @@ def pairs(split):
 def here(tmp_path, monkeypatch):
     """A working directory with a network and data, whose modules nobody else has imported."""
     monkeypatch.chdir(tmp_path)
-    for name, text in (("own_network", NETWORK), ("own_samples", SAMPLES)):
+    for name, text in (("own_network", NETWORK), ("own_samples", SAMPLES), ("own_part", PART)):
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
-    path = list(sys.path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     yield tmp_path
-    assert sys.path == path
-    for name in ("own_network", "own_samples"):
+    for name in ("own_network", "own_samples", "own_part"):
         sys.modules.pop(name, None)
 
 
@@ -152,6 +161,7 @@ def test_data_that_is_none_is_one_clear_line(here, capsys):
     for name, words in {
         "own_samples:pairs": "own_samples:pairs: result must be a data set with num_classes, got list",
         "own_samples:colors": "unknown name in own_samples 'colors'; did you mean 'colours'?",
+        "own_samples:damaged": "(own_part.py, line 3: return [].index(split))",
         "own_samples": "mydata:cells names the function cells of your mydata.py",
     }.items():
         status, _, err = run_cli(capsys, "train", "--device", "cpu", "--data", name, "--output", "runs")

@@ -47,7 +47,6 @@ class Mode(NamedTuple):
     text: str
 
 
-# With the names of the literature's passes (F, J: forward, B: backward).
 MODES = {
     "elementwise": Mode(
         "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
