@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import os
 import sys
@@ -60,7 +61,11 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
     """The arguments; an option that a verb does not have is that verb's error, not the whole command's."""
     arguments, unknown = top.parse_known_args(argv)
     if unknown:
-        _verb(top, arguments.verb).error(f"unrecognized arguments: {' '.join(unknown)}")
+        verb = _verb(top, arguments.verb)
+        if inner := getattr(arguments, "bench", None) or getattr(arguments, "what", None):
+            verb = _verb(verb, inner)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], verb._option_string_actions, n=1)
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
     return arguments
 
 

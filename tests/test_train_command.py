@@ -144,11 +144,11 @@ def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
     assert ERRORS[arguments] in err
 
 
-@pytest.mark.parametrize(("verb", "names"), [(["train"], "train"), (["bench", "layers"], "bench")])
+@pytest.mark.parametrize(("verb", "names"), [(["train"], "train"), (["bench", "layers"], "bench layers")])
 def test_an_option_that_a_verb_does_not_have_is_told_with_the_usage_of_that_verb(verb, names, capsys):
     status, _, err = run_cli(capsys, *verb, "--modle", "mlp")
     assert status == 2 and err.startswith(f"usage: minidl {names}")
-    assert f"minidl {names}: error: unrecognized arguments: --modle mlp" in err
+    assert f"minidl {names}: error: unrecognized arguments: --modle mlp; did you mean --model?\n" in err
 
 
 def test_an_interrupt_is_one_clear_line_with_the_way_on(tmp_path, capsys, monkeypatch):

@@ -52,6 +52,7 @@ class ArrayDataset:
         std: tuple[float, ...] | None = None,
         augment: Augmentation | None = None,
     ):
+        images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4:
             raise checks.bad_shape("ArrayDataset", "images", "(N, H, W, C)", images.shape)
         if images.dtype not in (np.float32, np.uint8):
