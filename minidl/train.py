@@ -376,7 +376,8 @@ class Trainer:
         loss = running.collect()
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up"
+                f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up; "
+                "--watch-gradients (watch_gradients=True) tells whose values are the first"
             )
         record = {"step": self.step, "loss": loss, "lr": self.optimizer.lr}
         if self.log is not None:

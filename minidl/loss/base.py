@@ -77,8 +77,8 @@ class Totals(checks.Told):
 
 def out_of_range(num_classes: int, count: float) -> ValueError:
     """For ``count`` labels that are no class."""
-    expected = f"in 0..{num_classes - 1} or the ignored index"
-    return checks.bad_value("loss", "labels", expected, f"{int(count)} labels outside")
+    remedy = f"the network has {num_classes} classes"
+    return checks.impossible("loss", f"{int(count)} labels outside 0..{num_classes - 1}, not the ignored index", remedy)
 
 
 class Loss:
