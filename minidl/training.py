@@ -376,8 +376,7 @@ def _loaders(
     mix = data.MixUp(train_set.num_classes, a.mixup) if a.mixup is not None else None
 
     def loader(dataset: Any, **options: Any) -> data.Loader:
-        options |= {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None), "dtype": dtype}
-        options |= {"rank": comm.rank, "size": comm.size, "seed": a.seed, "workers": a.workers}
+        options |= {"rank": comm.rank, "size": comm.size, "seed": a.seed, "workers": a.workers, "dtype": dtype}
         if a.loader == "dali":
             return data.DaliLoader(dataset, a.batch, device=ops.name, **options)
         # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.

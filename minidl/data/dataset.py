@@ -38,7 +38,7 @@ class ArrayDataset:
         images: (N, H, W, C), float32 or uint8.
         labels: (N,) or (N, H, W) integers.
         num_classes: how many classes the labels may name.
-        mean, std: of each channel, for images scaled to [0, 1].
+        mean, std: of each channel, for images scaled to [0, 1]; a `Loader` normalises by them.
         augment: the augmentation customary for training; applied by a loader that is given it.
     """
 
