@@ -50,6 +50,7 @@ def test_each_optimizer_has_a_learning_rate_of_its_own(tmp_path, capsys):
     """Batch-normalised networks stay at chance for an epoch where AdamW takes the rate of SGD."""
     rates = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
     fixed = ("--device", "cpu", "--model", "mlp", "--epochs", "1", "--schedule", "constant", "--warmup", "0")
+    fixed += ("--data", "synthetic", "--image-size", "4", "--samples", "32", "--batch", "16")
     for verb, share in (("train", 1), ("prune", 0.5)):
         for name, rate in rates.items():
             status, _, _ = run_cli(capsys, verb, *fixed, "--optimizer", name, "--output", str(tmp_path))
