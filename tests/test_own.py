@@ -9,6 +9,7 @@ import sys
 import numpy as np
 import pytest
 
+import minidl as m
 from minidl import data, models
 from tests.test_train_command import run_cli
 
@@ -128,6 +129,14 @@ def test_an_own_network_is_measured_planned_and_fused(here, capsys):
     for verb in (("plan", "--batch", "4", "--limit", "100%"), ("fuse", "--device", "H200")):
         status, out, err = run_cli(capsys, *verb, *name)
         assert status == 0 and "own_network:build" in out, err
+
+
+@pytest.mark.parametrize("name", ["own_network:build", "resnet18", "densenet121", "mobilenet_v2", "unet"])
+def test_batch_norms_of_every_network_are_synchronised_when_that_is_asked_for(name, here):
+    for sync in (False, True):
+        graph = models.build(name, (32, 32, 3), 4, sync_batch_norm=sync)
+        norms = [layer for layer in graph.layers if isinstance(layer, m.BatchNorm2d)]
+        assert norms and all(layer.sync is sync for layer in norms)
 
 
 def test_sizes_are_those_asked_for_then_the_functions_then_the_usual(here):

@@ -13,6 +13,7 @@ from typing import Any
 from minidl import checks
 from minidl.config import named
 from minidl.graph import Graph
+from minidl.layers import BatchNorm2d
 from minidl.models.blocks import depthwise_separable, squeeze_excitation
 from minidl.models.densenet import densenet121
 from minidl.models.efficientnet import efficientnet_b0
@@ -76,8 +77,13 @@ def __getattr__(name: str) -> None:
     raise AttributeError(str(checks.unknown("model", name, MODELS)), name=name)
 
 
-def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
+def build(
+    name: str, image_shape: tuple[int, int, int], num_classes: int, *, sync_batch_norm: bool = False, **options: Any
+) -> Graph:
     """The network called ``name``, a known one or ``"module:function"``, for images of (H, W, C) and some classes.
+
+    Args:
+        sync_batch_norm: batch norms take their statistics over all ranks.
 
     Raises:
         ValueError: unknown name, listing the known ones; an option that the network does not have; image too
@@ -95,4 +101,9 @@ def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **opti
     graph = builder(num_classes=num_classes, image_shape=image_shape, **options)
     if not isinstance(graph, Graph):
         raise checks.bad_dtype(name, "result", "a Graph", checks.describe(graph), "return graph.output(node)")
+    norms = [layer for layer in graph.layers if isinstance(layer, BatchNorm2d)] if sync_batch_norm else ()
+    if sync_batch_norm and not norms:
+        raise checks.bad_value(name, "sync_batch_norm", "False for a network without batch norms", True)
+    for layer in norms:
+        layer.sync = layer.sync or True
     return graph
