@@ -95,9 +95,14 @@ class Graph:
         return self
 
     @property
+    def finished(self) -> bool:
+        """Whether `output` was called after the last layer."""
+        return self._output is not None
+
+    @property
     def output_node(self) -> Node:
         """The node declared by `output`."""
-        if self._output is None:
+        if not self.finished:
             raise checks.order("graph", "its output is not known yet", "call graph.output(node) when it is built")
         return self.nodes[self._output]
 

@@ -56,6 +56,12 @@ def nothing(num_classes, image_shape):
     return None
 
 
+def without_output(num_classes, image_shape):
+    graph = m.Graph()
+    m.Flatten()(graph.input(image_shape))
+    return graph
+
+
 def broken(num_classes, image_shape):
     return build(num_classes, image_shape, width="8")
 
@@ -153,7 +159,8 @@ ERRORS = {
     "nowhere_at_all:build": "model nowhere_at_all:build: nowhere_at_all cannot be imported",
     "own_network:fixed": "model must be a function of num_classes and image_shape",
     "own_network:NUMBER": "model must be a function of num_classes and image_shape",
-    "own_network:nothing": "own_network:nothing: result must be a Graph, got NoneType None; return graph.output",
+    "own_network:nothing": "own_network:nothing: result must be a Graph that knows its output, got NoneType",
+    "own_network:without_output": "result must be a Graph that knows its output, got Graph .*; return graph.output",
     "own_network:broken": r"got '8' \(own_network.py, line \d+: x = m.Conv2d\(image_shape\[-1\], width, 3",
     "own_network:too_large": r"the padding \(own_network.py, line \d+: return graph.output\(m.Conv2d\(1, 3, 40\)",
     "own_network": "mynet:build names the function build of your mynet.py",

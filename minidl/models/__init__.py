@@ -99,8 +99,9 @@ def build(
         remedy = f"channels come last: {(height, width, image_shape[0])}"
         raise checks.bad_value(name, "image_shape", "(height, width, channels)", tuple(image_shape), remedy)
     graph = builder(num_classes=num_classes, image_shape=image_shape, **options)
-    if not isinstance(graph, Graph):
-        raise checks.bad_dtype(name, "result", "a Graph", checks.describe(graph), "return graph.output(node)")
+    if not isinstance(graph, Graph) or not graph.finished:
+        expected, remedy = "a Graph that knows its output", "return graph.output(node)"
+        raise checks.bad_dtype(name, "result", expected, checks.describe(graph), remedy)
     norms = [layer for layer in graph.layers if isinstance(layer, BatchNorm2d)] if sync_batch_norm else ()
     if sync_batch_norm and not norms:
         raise checks.bad_value(name, "sync_batch_norm", "False for a network without batch norms", True)
