@@ -207,8 +207,10 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     if a.data == "synthetic":
         size, samples = given(a.image_size, 32), given(a.samples, 2048)
         sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
-        options = {"shape": (size, size, 3), "num_classes": given(a.classes, 10), "seed": a.seed}
-        options["task"] = "segmentation" if a.model == "unet" else "classification"
+        shape, classes = (size, size, 3), given(a.classes, 10)
+        output = models.build(a.model, shape, classes, **model_options(a)).output_node.shape
+        options = {"shape": shape, "num_classes": classes, "seed": a.seed}
+        options["task"] = "segmentation" if len(output) == 3 else "classification"
     elif a.data == "folder":
         options = {"size": given(a.image_size, 224)}
     elif a.data == "coins" and a.image_size is not None:

@@ -56,6 +56,11 @@ def nothing(num_classes, image_shape):
     return None
 
 
+def pixels(num_classes, image_shape):
+    graph = m.Graph()
+    return graph.output(m.Conv2d(3, num_classes, 1, name="conv")(graph.input(image_shape)))
+
+
 def without_output(num_classes, image_shape):
     graph = m.Graph()
     m.Flatten()(graph.input(image_shape))
@@ -120,6 +125,12 @@ def test_an_own_network_learns_own_data(here, capsys):
     assert reached > 0.9, out
     status, out, _ = run_cli(capsys, *command, "--resume")
     assert status == 0 and "nothing left to do" in out
+
+
+def test_a_network_that_labels_pixels_gets_images_with_labels_of_pixels(here, capsys):
+    synthetic = ("--data", "synthetic", "--image-size", "8", "--samples", "16", "--batch", "8", "--epochs", "1")
+    status, out, err = run_cli(capsys, "train", "--device", "cpu", "--model", "own_network:pixels", *synthetic)
+    assert status == 0 and "test iou " in out, err
 
 
 def test_an_own_network_is_measured_planned_and_fused(here, capsys):
