@@ -30,8 +30,8 @@ class _Adaptive(SGD):
         self.moments = {name: self.ops.zeros(size, np.dtype(np.float32)) for name in self._moments}
         self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
 
-    def parts(self) -> dict[str, bool]:
-        return super().parts() | {"adaptive": True, "norms": isinstance(self, LAMB | LARS)}
+    def parts(self) -> dict[str, object]:
+        return super().parts() | {"adaptive": type(self).__name__, "norms": isinstance(self, LAMB | LARS)}
 
     @property
     def _histories(self) -> list[Any]:

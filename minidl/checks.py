@@ -59,6 +59,7 @@ def order(who: str, text: str, remedy: str | None = None) -> RuntimeError:
     return RuntimeError(_sentence(who, text, remedy))
 
 
+_MOST = 40  # names that an error lists
 _MEANT = {"float": "fp32", "gpu": "cuda", "half": "fp16", "single": "fp32"}  # words of others for choices here
 
 
@@ -67,7 +68,7 @@ def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     names = sorted(known)
     near = [_MEANT[name]] if _MEANT.get(name) in names else difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return ValueError(f"unknown {kind} {name!r}; {hint}known: {', '.join(names)}")
+    return ValueError(f"unknown {kind} {name!r}; {hint}known: {some(names, _MOST)}")
 
 
 # Names of PyTorch, Keras and timm that minidl does not have, and what stands for them.
@@ -121,6 +122,12 @@ def some(names: Iterable[str], most: int = 8) -> str:
 # What objects of PyTorch and Keras can do and those here cannot, by class, and what is done instead.
 _OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
 _DONE_HERE = {
+    "Layer": {
+        "bias": 'read params["bias"]',
+        "parameters": "read params",
+        "requires_grad_": "write Model(..., frozen=['layer1.*'])",
+        "weight": 'read params["weight"]',
+    },
     "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
     "Model": {
         "children": "read layers",
@@ -133,6 +140,7 @@ _DONE_HERE = {
         "named_parameters": "state_dict() has all arrays by name",
         "parameters": "optimizers take the model itself; state_dict() has the arrays",
         "predict": "call forward(x, grad=False)",
+        "requires_grad_": "write Model(..., frozen=['layer1.*'])",
         "save": "call interchange.export_weights(model, path); a Trainer with output= writes checkpoints",
         "to": "write Model(..., device='cuda', precision='bf16')",
         "zero_grad": _OVERWRITTEN,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
 from minidl import checkpoint, dist
-from minidl.config import Help, use_config
+from minidl.config import Help, use_config, where
 from minidl.dist import abort
 
 VERBS = {
@@ -30,6 +32,7 @@ VERBS = {
     ),
 }
 _ALIASES = {"doctor": ["info"]}
+_UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
@@ -58,7 +61,11 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
     """The arguments; an option that a verb does not have is that verb's error, not the whole command's."""
     arguments, unknown = top.parse_known_args(argv)
     if unknown:
-        _verb(top, arguments.verb).error(f"unrecognized arguments: {' '.join(unknown)}")
+        verb = _verb(top, arguments.verb)
+        if inner := getattr(arguments, "bench", None) or getattr(arguments, "what", None):
+            verb = _verb(verb, inner)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], verb._option_string_actions, n=1)
+        verb.error(f"unrecognized arguments: {' '.join(unknown)}{f'; did you mean {near[0]}?' if near else ''}")
     return arguments
 
 
@@ -75,12 +82,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             use_config(_verb(top, arguments.verb), arguments.config)
             arguments = _parsed(top, argv)
         status = arguments.run(arguments)
+        sys.stdout.flush()
         dist.world().close()
         return status
+    except BrokenPipeError:  # who reads, such as head, has seen enough; what is left must not fail at the very end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(_UNREAD)
     except (ValueError, TypeError, ImportError, OSError, FloatingPointError) as error:
         missing = isinstance(error, FileNotFoundError) and error.filename is not None
         words = f"there is no file {error.filename}" if missing else error
-        words = "; ".join([str(words), *getattr(error, "__notes__", [])])
+        words = "; ".join([str(words), *getattr(error, "__notes__", [])]) + where(error)
         abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
         sys.exit(2)
     except KeyboardInterrupt:

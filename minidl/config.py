@@ -1,4 +1,4 @@
-"""Options from a TOML file: what a run was started with, kept beside its results and used again.
+"""Options from a TOML file, what a run was started with, and what options name in the user's own modules.
 
 model = "resnet50"        # run.toml; the same words as on the command line, without the dashes
 batch = 256
@@ -9,7 +9,11 @@ sync-batch-norm = true
 from __future__ import annotations
 
 import argparse
+import importlib
+import os
+import sys
 import tomllib
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +55,11 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
         if not isinstance(value, bool):
             raise checks.bad_value(str(path), word, "true or false", value)
         return value
+    if action.nargs == "+":
+        texts = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in texts):
+            raise checks.bad_value(str(path), word, "a text or a list of texts", value)
+        return texts
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise checks.bad_value(str(path), word, "a text or a number", value)
     try:
@@ -60,3 +69,35 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
     if action.choices is not None and taken not in action.choices:
         raise checks.bad_value(str(path), word, f"one of {', '.join(map(str, action.choices))}", value)
     return taken
+
+
+_own: set[Path] = set()  # folders of modules that were imported for an option
+
+
+def where(error: BaseException) -> str:
+    """`` (mynet.py, line 7: x = block(x))``: where an error came up in what `named` imported, or a file beside it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).parent in _own]
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno}: {frames[-1].line})" if frames else ""
+
+
+def named(option: str, spec: str) -> Any:
+    """What ``"package.module:name"`` names; also of a file of the working directory, ``"mynet:build"`` of mynet.py.
+
+    Raises:
+        ValueError: for text of another form, a module that cannot be imported, a name that it has not.
+    """
+    path, _, name = spec.partition(":")
+    if not (path and name):
+        raise checks.bad_value("", option, "MODULE:NAME, as in mynet:build for a function of mynet.py", spec)
+    if os.getcwd() not in sys.path:  # it stays: functions of the module may import others later
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = importlib.import_module(path)
+        _own.add(Path(getattr(found, "__file__", None) or path).parent)
+    except ImportError as error:
+        raise ValueError(f"{option} {spec}: {path} cannot be imported ({error})") from error
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise checks.unknown(f"name in {path}", name, [n for n in vars(found) if not n.startswith("_")])
+        found = getattr(found, part)
+    return found

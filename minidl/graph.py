@@ -15,6 +15,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from itertools import chain, count
 from weakref import WeakSet
 
 from minidl import checks
@@ -94,14 +95,21 @@ class Graph:
         return self
 
     @property
+    def finished(self) -> bool:
+        """Whether `output` was called after the last layer."""
+        return self._output is not None
+
+    @property
     def output_node(self) -> Node:
         """The node declared by `output`."""
-        if self._output is None:
+        if not self.finished:
             raise checks.order("graph", "its output is not known yet", "call graph.output(node) when it is built")
         return self.nodes[self._output]
 
     def add(self, layer: Layer, inputs: Sequence[Node]) -> Node:
         """Append ``layer`` on ``inputs``; `Layer.__call__` does this. Gives the layer its full name.
+
+        Layers without weights that nobody named are numbered: ``relu``, ``relu2``. Names of weights are for the author.
 
         The output must be declared after the last layer, or again.
 
@@ -121,6 +129,9 @@ class Graph:
             raise checks.order(layer.name, "added to a graph that belongs to a model", "build the graph first, whole")
         own = layer.name
         name = ".".join((*_scopes.get(), own))
+        if own == type(layer).__name__.lower() and not (layer.specs or layer.buffer_specs):
+            numbered = chain([name], (f"{name}{i}" for i in count(2)))  # no weights go by such a name
+            name = next(free for free in numbered if free not in self._names)
         if name in self._names or name == "input":
             raise checks.bad_value(
                 type(layer).__name__, "name", f"new in the graph (add name=... or a scope around {name!r})", name

@@ -1,7 +1,7 @@
-"""Weights of other libraries: state dicts as torchvision and timm name them, in safetensors files, without PyTorch.
+"""Weights in and out: checkpoints, and state dicts as torchvision and timm name them, without PyTorch.
 
-Filters are converted between KCRS and KRSC, the columns of a Linear behind a Flatten between (C, H, W) and (H, W, C)
-order; nothing else changes, so a file written by `export_weights` and read again gives the same bits.
+Filters of state dicts are converted between KCRS and KRSC, the columns of a Linear behind a Flatten between (C, H, W)
+and (H, W, C) order; nothing else changes, so a file written by `export_weights` and read again gives the same bits.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as serialize
 
-from minidl import checks
-from minidl.checkpoint import write_whole
+from minidl import checkpoint, checks
 from minidl.graph import Graph
 from minidl.layers import Flatten, Linear
 from minidl.model import Model
@@ -82,11 +81,12 @@ class ImportReport:
 def import_weights(
     model: Model, weights: str | os.PathLike | Mapping[str, np.ndarray], *, strict: bool = True
 ) -> ImportReport:
-    """Load a PyTorch state dict into ``model``.
+    """Load a PyTorch state dict, or the model of a checkpoint, into ``model``.
 
     Args:
-        weights: a safetensors file, or arrays by name. Names are torchvision's; timm's and those of wrapped models
-            (``module.``) are understood for the networks of `minidl.models`. Any floating dtype; stored as float32.
+        weights: a safetensors file, a folder of checkpoints, of which the newest counts, or arrays by name, as PyTorch
+            has them. Names are torchvision's; timm's and those of wrapped models (``module.``) are understood for the
+            networks of `minidl.models`. Any floating dtype; stored as float32.
         strict: refuse what is missing, unexpected or of another shape; else load the rest and leave it as it is.
 
     Raises:
@@ -94,11 +94,11 @@ def import_weights(
         TypeError: neither a path nor a mapping.
         ValueError: no safetensors file; with ``strict`` a state that does not fit, of which nothing is loaded then.
     """
-    state = _read(weights) if isinstance(weights, (str, os.PathLike)) else weights
+    state, ours = _read(weights) if isinstance(weights, (str, os.PathLike)) else (weights, False)
     if not isinstance(state, Mapping):
         raise checks.bad_dtype("weights", "weights", "a safetensors file or arrays by name", checks.describe(state))
     own = model.state_dict()
-    found, report = convert_state(model.graph, own, state)
+    found, report = convert_state(model.graph, own, state, ours)
     if strict and not report.complete:
         remedy = "pass strict=False to load the rest"
         raise ValueError(f"weights do not fit the model: {report}; {remedy}")
@@ -107,9 +107,13 @@ def import_weights(
 
 
 def convert_state(
-    graph: Graph, own: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray]
+    graph: Graph, own: Mapping[str, np.ndarray], state: Mapping[str, np.ndarray], ours: bool = False
 ) -> tuple[dict[str, np.ndarray], ImportReport]:
-    """Arrays of a PyTorch ``state`` in minidl's names and layouts, those that fit ``own`` (`Model.state_dict`)."""
+    """Arrays of a PyTorch ``state`` in minidl's names and layouts, those that fit ``own`` (`Model.state_dict`).
+
+    Args:
+        ours: the layouts of ``state`` are minidl's already.
+    """
     report, found = ImportReport(), {}
     images = _flattened(graph)
     for name, values in state.items():
@@ -121,7 +125,7 @@ def convert_state(
             report.unexpected.append(name)
             continue
         expected = own[own_name].shape
-        array = _to_minidl(np.asarray(values), images.get(own_name), len(expected))
+        array = values if ours else _to_minidl(np.asarray(values), images.get(own_name), len(expected))
         if array.shape != expected:
             report.mismatched.append(f"{own_name} (expected {expected}, got {array.shape})")
         elif own_name in found:
@@ -148,17 +152,22 @@ def export_weights(model: Model, path: str | os.PathLike) -> Path:
     Raises:
         OSError: when it cannot be written.
     """
-    write_whole(path, serialize(torch_state(model), {"format": "pt"}))
+    checkpoint.write_whole(path, serialize(torch_state(model), {"format": "pt"}))
     return Path(path)
 
 
-def _read(path: str | os.PathLike) -> dict[str, np.ndarray]:
-    path = Path(path)
+def _read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], bool]:
+    """The arrays of a file, and whether minidl wrote it for itself: a model's state, alone or in a checkpoint."""
+    path = checkpoint.latest(path) if Path(path).is_dir() else Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
     try:
         with safe_open(path, framework="numpy") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}
+            if (file.metadata() or {}).get("format") != "minidl":
+                return {name: file.get_tensor(name) for name in file.keys()}, False
+        tensors, _ = checkpoint.load(path)
+        model = {name.removeprefix("model."): array for name, array in tensors.items() if name.startswith("model.")}
+        return model or tensors, True
     except SafetensorError as error:
         remedy = "a PyTorch file is converted by safetensors.torch.save_file(torch.load(path), ...)"
         raise checks.bad_value("weights", "path", "a safetensors file", str(path), f"{error}; {remedy}") from error

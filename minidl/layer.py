@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import zlib
 from collections.abc import Sequence
+from math import prod
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from minidl.initializers import Initializer
 from minidl.params import Arena
 from minidl.precision import Precision, bfloat16, float16, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Cost, Profiler
+from minidl.profile import Cost, PassCost, Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import Gradient, LayerParams, ParameterSpec
@@ -33,7 +34,7 @@ _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS: dict[str, Any] = {}
 
 
-class Layer:
+class Layer(checks.Told):
     """Base class of all layers.
 
     Args:
@@ -94,15 +95,21 @@ class Layer:
         Raises:
             ValueError: for shapes the layer cannot take, naming the layer, what it expects and what came.
         """
-        raise NotImplementedError
+        raise self._undefined("output_shape")
 
     def cost(self, *shapes: tuple[int, ...], itemsize: int = 4) -> Cost:
-        """Least work of each pass for these input shapes, with ``itemsize`` bytes per stored element. Pure."""
-        raise NotImplementedError
+        """Least work of each pass for these input shapes, with ``itemsize`` bytes per stored element. Pure.
+
+        Default: what passes through memory where a pass reads and writes each of its arrays once, and no FLOP.
+        """
+        x, y = sum(map(prod, shapes)), prod(self.output_shape(*shapes))
+        weights = 4 * sum(prod(spec.shape) for spec in self.specs)
+        both = PassCost(0, (x + y) * itemsize + weights)
+        return Cost(both, both, both if weights else PassCost())
 
     def compute(self, *x: Any) -> Any:
         """The forward pass on arrays already checked; keeps what backward needs with `save`."""
-        raise NotImplementedError
+        raise self._undefined("compute")
 
     def recompute(self, saved: SimpleNamespace, *x: Any) -> Any:
         """What `compute` gave on ``x`` in this step, bit for bit, once more: nothing is saved, no statistics move.
@@ -127,7 +134,10 @@ class Layer:
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
         """The gradient of the input (a tuple for several inputs), plus ``add`` where `accepts_add` is declared."""
-        raise NotImplementedError
+        raise self._undefined("backward_data")
+
+    def _undefined(self, method: str) -> NotImplementedError:
+        return NotImplementedError(f"{self.name}: class {type(self).__name__} does not define {method}")
 
     # -- for the author ---------------------------------------------------------------------------------------------
 

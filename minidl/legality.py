@@ -69,5 +69,6 @@ def refuse(who: str, **present: object) -> None:
 
 
 def described(**present: object) -> str:
-    """The parts that are there, in words, as `refuse` takes them."""
-    return ", ".join(words for name, words in PARTS.items() if present.get(name))
+    """The parts that are there, as `refuse` takes them: in the table's words, or in those of a text in their place."""
+    there = {name: present.get(name) for name in PARTS}
+    return ", ".join(found if isinstance(found, str) else PARTS[name] for name, found in there.items() if found)

@@ -76,7 +76,7 @@ class TopK(_Counts):
     """How often the label is among the ``k`` largest logits, and the largest; equal logits count in order of class.
 
     Args:
-        k: at least 1.
+        k: at least 1, at most the number of classes.
         ignore_index: label that does not count.
         comm: communicator whose ranks hold the shards.
     """
@@ -88,6 +88,8 @@ class TopK(_Counts):
         self.k = checks.at_least("TopK", "k", k, 1)
 
     def _count(self, ops: ModuleType, logits: Any, labels: Any) -> Any:
+        if self.k > logits.shape[-1]:
+            raise checks.bad_value("TopK", "k", f"at most the number of classes, {logits.shape[-1]}", self.k)
         totals, _ = ops.smoothed_cross_entropy(
             logits, labels, smoothing=0.0, ignore_index=self.ignore_index, top=self.k
         )

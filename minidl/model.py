@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -29,7 +28,7 @@ from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, 
 from minidl.params import Arena
 from minidl.precision import Precision, float32
 from minidl.precision import precision as parse_precision
-from minidl.profile import Cost, Profiler, grouping, tuned
+from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
@@ -150,9 +149,8 @@ class Model(checks.Told):
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
         for node in reversed([node for node in nodes if node.layer is not None]):
-            cost, alone = Cost(), type(node.layer).__name__ not in ABSORBED
-            with suppress(NotImplementedError):  # a layer whose author left it out: as if it took no time
-                cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
+            alone = type(node.layer).__name__ not in ABSORBED
+            cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes, alone))
         return found
@@ -371,15 +369,23 @@ class Model(checks.Told):
             state |= {f"{layer.name}.{name}": self.ops.to_host(array) for name, array in layer.buffers.items()}
         return state
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Overwrite all parameters and buffers.
+    def load_state_dict(self, state: Mapping[str, np.ndarray], strict: bool = True) -> list[str]:
+        """Overwrite all parameters and buffers; the names of those that were left as they are.
+
+        Args:
+            strict: refuse a state that does not fit; else take what has a name of this model, and the shape.
 
         Raises:
             ValueError: listing what is missing, unexpected, or of another shape or dtype.
         """
+        left = []
+        if not strict:
+            own = self.state_dict()
+            left = [name for name in own if name not in state or np.shape(state[name]) != own[name].shape]
+            state = {name: own[name] if name in left else state[name] for name in own}
         buffers = {f"{layer.name}.{name}": array for layer in self.layers for name, array in layer.buffers.items()}
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
-        remedy = "interchange.import_weights(model, state, strict=False) loads what fits"
+        remedy = "strict=False loads what fits; interchange.import_weights reads states of PyTorch"
         checkpoint.match(parameters | buffers, state, "state", remedy)
         self._unfold()
         weights = flattened(state, self.arena.segments, self.arena.master.size)
@@ -387,6 +393,7 @@ class Model(checks.Told):
         self.arena.refresh_working()
         for name, array in buffers.items():
             self.ops.copy_into(array, self.ops.from_host(state[name]))
+        return left
 
     def summary(self, batch: int = 1) -> Summary:
         """Shapes, parameters, FLOP and saved bytes of every layer for ``batch`` samples; ``print(model.summary())``.

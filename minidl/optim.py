@@ -291,7 +291,7 @@ class SGD(checks.Told):
                 nesterov=self.nesterov,
             )
 
-    def parts(self) -> dict[str, bool]:
+    def parts(self) -> dict[str, object]:
         """What takes part in this optimizer's steps, by the names of `minidl.legality`."""
         arena, several = self.arena, self.model.comm.size > 1
         return {

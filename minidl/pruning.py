@@ -37,7 +37,6 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl prune``: those of ``minidl train`` and its own."""
     training.add_arguments(p)
     p.usage, p.epilog = "minidl prune [options]", None
-    p.add_argument("--start", metavar="PATH", help="checkpoint, or folder of some, whose weights to begin with")
     p.add_argument("--sparsity", type=float, default=0.9, help="fraction of weights to be zero in the end")
     p.add_argument(
         "--granularity",
@@ -54,7 +53,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--compress", action="store_true", help="share weights, and write OUTPUT/model.mdz")
     p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share")
     p.add_argument("--share-epochs", type=int, default=2, help="epochs that train them, after the others")
-    p.set_defaults(output="runs/prune", lr=0.05)
+    p.set_defaults(output="runs/prune")
 
 
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
@@ -73,9 +72,7 @@ def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
 class _Pruning(training.Training):
     """Training with masks that grow."""
 
-    def prepare(self, model: Model, a: argparse.Namespace) -> None:
-        if a.start is not None:
-            begin(model, a.start)
+    rate_share = 0.5
 
     def optimizer(self, kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
         """An optimizer of this kind that prunes as the options say.
@@ -110,14 +107,6 @@ def run(a: argparse.Namespace) -> int:
     if trainer.stopped is None and not a.scan:
         finish(trainer, a)
     return training.status(trainer)
-
-
-def begin(model: Model, path: str) -> None:
-    """Start from the weights of a trainer's checkpoint, the newest where ``path`` is a folder."""
-    where = checkpoint.latest(path) if Path(path).is_dir() else Path(path)
-    tensors, _ = checkpoint.load(where)
-    own = {name.removeprefix("model."): value for name, value in tensors.items() if name.startswith("model.")}
-    model.load_state_dict(own)
 
 
 def accuracy(model: Model, loader: Loader) -> float:

@@ -166,7 +166,9 @@ class Trainer:
                 raise checks.bad_value(
                     "Trainer", argument, expected, got, "make it with rank=comm.rank, size=comm.size"
                 )
-
+            if loader is not None and loader.dtype != (stored := self.model.precision.storage):
+                remedy = "make it with dtype=model.precision.storage"
+                raise checks.bad_dtype("Trainer", f"images of {argument}", str(stored), loader.dtype, remedy)
         strange = next((callback for callback in self.callbacks if not hasattr(callback, "key")), None)
         if strange is not None:
             raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", type(strange).__name__)
@@ -229,8 +231,8 @@ class Trainer:
     @property
     def figures(self) -> list[str]:
         """Names of what an epoch is told by, as in metrics.csv."""
-        names = [*MetricsLog.COLUMNS, *self.metrics]
-        return [name for name in names if self.test_loader is not None or not name.startswith("test_")]
+        names = [name for name in MetricsLog.COLUMNS if self.loss.classifies or not name.endswith("accuracy")]
+        return [n for n in [*names, *self.metrics] if self.test_loader is not None or not n.startswith("test_")]
 
     def _on_rank_0(self, action: Callable[[], None]) -> None:
         """Let rank 0 deal with files; a collective.
@@ -313,12 +315,14 @@ class Trainer:
             "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
             "seconds": round(seconds, 3), "images_per_s": round(images / seconds, 1),
         }  # fmt: skip
-        summary = f"loss {loss:.4f}  accuracy {accuracy:.4f}  {row['images_per_s']:.0f} images/s"
+        right = f"accuracy {accuracy:.4f}  " if self.loss.classifies else ""
+        summary = f"loss {loss:.4f}  {right}{row['images_per_s']:.0f} images/s"
         if self.test_loader is not None:
             row["test_loss"], row["test_accuracy"] = self.evaluate()
             row |= {name: metric.value() for name, metric in self.metrics.items()}
-            for name in ("test_accuracy", *self.metrics):
+            for name in ("test_accuracy" if self.loss.classifies else "test_loss", *self.metrics):
                 summary += f"  {name.replace('_', ' ')} {row[name]:.4f}"
+        row = {name: row[name] for name in self.figures}
         self.display.finish(summary)
         if self.log is not None:
             self.log.epoch(row)
@@ -372,7 +376,8 @@ class Trainer:
         loss = running.collect()
         if not math.isfinite(loss):
             raise FloatingPointError(
-                f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up"
+                f"training loss is {loss} at or before step {self.step}; lower the learning rate, or warm it up; "
+                "--watch-gradients (watch_gradients=True) tells whose values are the first"
             )
         record = {"step": self.step, "loss": loss, "lr": self.optimizer.lr}
         if self.log is not None:

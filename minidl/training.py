@@ -22,6 +22,7 @@ from minidl.bench.training import TrainingProfile
 from minidl.callbacks import Callback, EarlyStop, KeepBest, TensorBoard
 from minidl.fusion import CHOICES, fuse
 from minidl.graph import Graph
+from minidl.interchange import import_weights
 from minidl.loss import SoftmaxCrossEntropy
 from minidl.memory import LimitedMemory, limit_memory
 from minidl.memory.limited import FUSIONS
@@ -33,6 +34,7 @@ from minidl.sharded import ShardedSGD
 from minidl.train import Trainer
 
 _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
+_RATES = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
 _ON_DISK = ("cifar10", "folder", "mnist")
@@ -56,9 +58,15 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 
 def _add_network(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet20", help=models.CHOICES)
     p.add_argument("--model-options", metavar="TEXT", help="arguments of the network: 'width=16 depth=3' of unet")
-    p.add_argument("--data", default="digits", help=f"one of {', '.join(data.datasets())}")
+    start = "a checkpoint, a folder of some, or a safetensors file of PyTorch; what has another size begins anew"
+    p.add_argument("--start", metavar="PATH", help=f"weights to begin with: {start}")
+    p.add_argument(
+        "--freeze", nargs="+", default=[], metavar="PATTERN", help="weights that are not trained: 'conv1.*' 'layer1.*'"
+    )
+    sets = f"one of {', '.join(data.datasets())}, or MODULE:FUNCTION of your own"
+    p.add_argument("--data", default="digits", help=sets)
     p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
     p.add_argument("--loader", default="threads", choices=["threads", "dali"], help="dali: NVIDIA's, for image folders")
     p.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images of synthetic, coins and folder")
@@ -75,7 +83,8 @@ def _add_network(p: argparse._ArgumentGroup) -> None:
 def _add_learning(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--epochs", type=int, default=30, help="in all, counting those before --resume")
     p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
-    p.add_argument("--lr", type=float, default=0.1, help="learning rate after warm-up")
+    rates = ", ".join(f"{rate:g} of {name}" for name, rate in _RATES.items())
+    p.add_argument("--lr", type=float, help=f"learning rate after warm-up; default: {rates}; half of it in prune")
     p.add_argument(
         "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
     )
@@ -163,8 +172,7 @@ def _profile(a: argparse.Namespace) -> TrainingProfile | None:
 class Training:
     """What ``minidl train`` does where another verb that trains may do something else."""
 
-    def prepare(self, model: Model, a: argparse.Namespace) -> None:
-        """Before there is an optimizer."""
+    rate_share = 1.0  # of the usual learning rate, where none is given
 
     def optimizer(self, kind: type[SGD], model: Model, a: argparse.Namespace, samples: int, **options: Any) -> SGD:
         """One of this kind, for a training set of so many samples."""
@@ -199,8 +207,10 @@ def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     if a.data == "synthetic":
         size, samples = given(a.image_size, 32), given(a.samples, 2048)
         sizes = {"n": samples}, {"n": max(samples // _TEST_SHARE, 1)}
-        options = {"shape": (size, size, 3), "num_classes": given(a.classes, 10), "seed": a.seed}
-        options["task"] = "segmentation" if a.model == "unet" else "classification"
+        shape, classes = (size, size, 3), given(a.classes, 10)
+        output = models.build(a.model, shape, classes, **model_options(a)).output_node.shape
+        options = {"shape": shape, "num_classes": classes, "seed": a.seed}
+        options["task"] = "segmentation" if len(output) == 3 else "classification"
     elif a.data == "folder":
         options = {"size": given(a.image_size, 224)}
     elif a.data == "coins" and a.image_size is not None:
@@ -245,6 +255,7 @@ def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, floa
     checks.at_least("", "--epochs", a.epochs, 1)
     if not a.output:
         raise checks.bad_value("", "--output", "a folder", a.output, "'.' is this one")
+    a.lr = verb.rate_share * _RATES[a.optimizer] if a.lr is None else a.lr
     comm = join(a.device, elastic=a.elastic)
     device = device_of(a.device, comm)
     train_set, test_set = _data_sets(a)
@@ -273,10 +284,13 @@ def _prepared(
     network = partial(models.build, a.model, shape, train_set.num_classes, **options)
     if device == "cuda" and not choosing:
         _compile_ahead(a, network(), comm)
-    model = Model(network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype)
+    model = Model(
+        network(), device=device, precision=mode, comm=comm, seed=a.seed, message_dtype=a.message_dtype, frozen=a.freeze
+    )
+    if a.start is not None:
+        _begin(model, a.start)
     part = -(-a.batch // (comm.size * max(a.accumulate, 1)))
     fuse(model, a.fusion, batch=part, progress=partial(print, file=sys.stderr, flush=True))
-    verb.prepare(model, a)
     optimizer = _optimizer(model, a, verb, len(train_set))
     if a.gradients == "ring":
         optimizer.update_in_backward()
@@ -287,6 +301,15 @@ def _prepared(
         a.fusion = model.fusion
         _compile_ahead(a, network(), comm)
     return model, optimizer, memory
+
+
+def _begin(model: Model, path: str) -> None:
+    """Start from the weights of a file; a network of other layers is refused."""
+    report = import_weights(model, path, strict=False)
+    if report.missing or report.unexpected:
+        raise ValueError(f"--start {path}: weights do not fit the model: {report}")
+    if report.mismatched and model.comm.rank == 0:
+        print(f"--start {path}: {report}; what is mismatched begins anew", flush=True)
 
 
 def _trainer(
@@ -355,8 +378,7 @@ def _loaders(
     mix = data.MixUp(train_set.num_classes, a.mixup) if a.mixup is not None else None
 
     def loader(dataset: Any, **options: Any) -> data.Loader:
-        options |= {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None), "dtype": dtype}
-        options |= {"rank": comm.rank, "size": comm.size, "seed": a.seed, "workers": a.workers}
+        options |= {"rank": comm.rank, "size": comm.size, "seed": a.seed, "workers": a.workers, "dtype": dtype}
         if a.loader == "dali":
             return data.DaliLoader(dataset, a.batch, device=ops.name, **options)
         # Bytes travel to a GPU, which normalises in no time; on the CPU the loader's threads do.

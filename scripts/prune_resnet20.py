@@ -113,10 +113,9 @@ class Recipe:
         return model
 
     def loader(self, model: Model, dataset: Any, **options: Any) -> data.Loader:
-        normal = {"mean": getattr(dataset, "mean", None), "std": getattr(dataset, "std", None)}
         return data.Loader(
             dataset, self.a.batch, seed=self.seed, dtype=model.precision.storage, workers=self.a.workers,
-            transfer=model.ops.uploader(), **normal, **options,
+            transfer=model.ops.uploader(), **options,
         )  # fmt: skip
 
     def accuracy(self, model: Model) -> float:

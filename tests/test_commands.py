@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +76,11 @@ def test_benchmarks_of_pages_have_these_options(page):
                 assert f'"{option}"' in source, f"{line}: {option}"
             trained = {option for action in verb_of(["train"])._actions for option in action.option_strings}
             assert set(re.findall(r"(?<=\s)--[a-z][a-z-]*", " ".join(recipe))) <= trained, line
+
+
+def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "minidl", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")

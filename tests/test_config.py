@@ -22,7 +22,9 @@ def test_a_files_words_are_the_options_and_the_command_line_wins(tmp_path):
     text = 'model = "unet"\nbatch = 96\nweight-decay = 1e-3\nsync_batch_norm = true\naugment = false\nresume = ""\n'
     a = parsed(tmp_path, text, "--batch", "8", "--augment")
     assert (a.model, a.batch, a.weight_decay, a.sync_batch_norm, a.resume) == ("unet", 8, 1e-3, True, "")
-    assert a.augment is True and a.lr == 0.1
+    assert a.augment is True and a.lr is None and a.freeze == []
+    assert parsed(tmp_path, 'freeze = "fc.*"').freeze == ["fc.*"]
+    assert parsed(tmp_path, 'freeze = ["conv1.*", "bn1.*"]').freeze == ["conv1.*", "bn1.*"]
     assert parsed(tmp_path, text).batch == 96 and parsed(tmp_path, text).augment is False
 
 
@@ -38,6 +40,7 @@ def test_a_files_words_are_the_options_and_the_command_line_wins(tmp_path):
         ("batch = true", "batch must be a text or a number, got True"),
         ("batch = [1, 2]", "batch must be a text or a number"),
         ('device = "tpu"', "device must be one of auto, cpu, cuda, got 'tpu'"),
+        ("freeze = [1]", "freeze must be a text or a list of texts, got"),
         ('profile = "yes"', "profile must be true or false"),
         ("augment = 1", "augment must be true or false"),
     ],

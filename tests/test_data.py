@@ -240,6 +240,13 @@ def test_images_are_scaled_and_normalised_in_float32_and_rounded_once(dtype, pix
     bound = STORE[dtype] * np.abs(expected) + 2.0**-22 * (np.abs(images / unit / std) + np.abs(np.divide(mean, std)))
     assert batch.images.dtype == dtype and batch.images.flags.c_contiguous
     assert (np.abs(batch.images.astype(np.float64) - expected) <= bound).all()
+    known = ArrayDataset(images, np.zeros(6, int), 2, mean=mean, std=std)
+    for options in ({}, {"mean": mean}, {"std": std}):
+        (same,) = Loader(known, 6, shuffle=False, dtype=dtype, **options)
+        np.testing.assert_array_equal(same.images, batch.images)
+    (raw,) = Loader(known, 6, shuffle=False, dtype=dtype, mean=(0, 0), std=(1, 1))
+    (plain,) = Loader(ArrayDataset(images, np.zeros(6, int), 2), 6, shuffle=False, dtype=dtype)
+    np.testing.assert_array_equal(raw.images, plain.images)
 
 
 def test_the_data_set_is_not_changed():

@@ -55,6 +55,7 @@ def run_page(shell, tmp_path, monkeypatch, capsys):
     """Runs the blocks of a page in an empty folder; (what Python printed, what the commands did)."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.syspath_prepend(tmp_path)
 
     def run(page: str, device: str = "cpu") -> tuple[str, list[subprocess.CompletedProcess]]:
         if not (ROOT / "docs" / page).exists():
@@ -93,6 +94,7 @@ def test_the_first_hour_runs_as_it_is_written(run_page, tmp_path):
     assert "conv2d: x must have shape (N, H, W, 3)" in printed
     share = int(re.search(r"(\d+)% of the weights are left", printed).group(1))
     assert 10 <= share < 20
+    assert int(re.search(r"of the stripes (\d+)% are told apart", printed).group(1)) > 80
     assert (tmp_path / "resnet20.onnx").exists() and list((tmp_path / "plots").glob("*.png"))
 
 

@@ -31,9 +31,26 @@ def test_scopes_name_layers_and_shapes_follow():
 
 def test_a_name_stands_once_and_the_error_names_the_remedy():
     graph = m.Graph()
-    x = m.ReLU()(graph.input((4,)))
-    with pytest.raises(ValueError, match=r"ReLU: name .*scope around 'relu'"):
-        m.ReLU()(x)
+    x = m.Linear(4, 4)(graph.input((4,)))
+    with pytest.raises(ValueError, match=r"Linear: name .*scope around 'linear'"):
+        m.Linear(4, 4)(x)
+    with pytest.raises(ValueError, match=r"ReLU: name .*scope around 'linear'"):
+        m.ReLU(name="linear")(x)
+
+
+def test_layers_without_weights_that_nobody_named_are_numbered():
+    graph = m.Graph()
+    x = graph.input((4, 4, 3))
+    for _ in range(3):
+        x = m.ReLU()(x)
+    with m.scope("a"):
+        x = m.Dropout(0.5)(m.ReLU()(x))
+    m.ReLU()(m.ReLU(name="relu4")(x))
+    wanted = ["relu", "relu2", "relu3", "a.relu", "a.dropout", "relu4", "relu5"]
+    assert [layer.name for layer in graph.layers] == wanted
+    x = m.BatchNorm2d(3, affine=False)(x)
+    with pytest.raises(ValueError, match=r"BatchNorm2d: name .*scope around 'batchnorm2d'"):  # its statistics have it
+        m.BatchNorm2d(3, affine=False)(x)
 
 
 def test_a_layer_stands_in_a_graph_once():

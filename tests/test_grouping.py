@@ -12,6 +12,7 @@ from minidl.backend import get_ops
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.dist import SOLO
+from minidl.messages.neighbourhood import FEW
 from minidl.profile import grouping
 from tests.dist import job
 
@@ -102,15 +103,16 @@ def test_where_nothing_was_kept_gpus_send_larger_messages_than_cpus(cpu_ops, mon
 
 
 def test_layers_without_a_cost_are_cut_as_well(cpu_ops):
-    class Plain(m.ReLU):
-        def cost(self, *shapes, itemsize=4):
-            raise NotImplementedError
+    class Plain(m.Layer):
+        def output_shape(self, shape):
+            return shape
 
     graph = m.Graph()
     x = m.Linear(8, 4, name="fc1")(graph.input((8,)))
     graph.output(m.Linear(4, 2, name="fc2")(Plain(name="plain")(x)))
     found = m.Model(graph, comm=Two()).neighbours()
     assert [(layer.name, layer.flop > 0) for layer in found] == [("fc2", True), ("plain", False), ("fc1", True)]
+    assert found[1].bytes == 2 * 4 * 4 * FEW, "every array once, forward and back"
 
 
 @pytest.mark.mpi

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 import minidl as m
-from minidl import models
+from minidl import checkpoint, models
 from minidl.interchange import ImportReport, export_weights, import_weights, torch_state
 
 f32 = np.float32
@@ -184,3 +184,58 @@ def test_files_that_are_none(tmp_path):
     (tmp_path / "weights.pth").write_bytes(b"PK\3\4 pickle")
     with pytest.raises(ValueError, match="path must be a safetensors file.*save_file"):
         import_weights(model, tmp_path / "weights.pth")
+
+
+def square(classes=5):
+    """Filters of as many rows as columns and channels: another order of theirs has the same shape."""
+    graph = m.Graph()
+    x = m.ReLU()(m.Conv2d(3, 3, 3, name="conv")(graph.input((6, 6, 3))))
+    return graph.output(m.Linear(4 * 4 * 3, classes, name="head")(m.Flatten()(x)))
+
+
+def test_checkpoints_are_taken_as_they_lie(tmp_path):
+    trained = m.Model(square(), seed=1)
+    state = trained.state_dict()
+    whole = {f"model.{name}": values for name, values in state.items()} | {"optimizer.control": np.zeros(8, f32)}
+    checkpoint.save(checkpoint.step_path(tmp_path, 7), whole, {"step": 7})
+    checkpoint.save(tmp_path / "alone.safetensors", state, {})
+    for path in (tmp_path, checkpoint.step_path(tmp_path, 7), tmp_path / "alone.safetensors"):
+        model = m.Model(square())
+        assert import_weights(model, path).complete
+        for name, values in model.state_dict().items():
+            np.testing.assert_array_equal(values, state[name])
+    other = m.Model(square(classes=2))
+    before = other.state_dict()
+    report = import_weights(other, tmp_path, strict=False)
+    assert report.loaded == ["conv.weight", "conv.bias"] and len(report.mismatched) == 2
+    found = other.state_dict()
+    for name in found:
+        np.testing.assert_array_equal(found[name], (before if name.startswith("head") else state)[name])
+
+
+def test_a_model_takes_what_fits_of_another(rng):
+    trained, other = m.Model(square(), seed=1), m.Model(square(classes=2))
+    state, before = trained.state_dict(), other.state_dict()
+    with pytest.raises(ValueError, match="strict=False loads what fits"):
+        other.load_state_dict(state)
+    left = other.load_state_dict(state | {"more": np.zeros(2, f32)}, strict=False)
+    assert sorted(left) == ["head.bias", "head.weight"]
+    found = other.state_dict()
+    for name in found:
+        np.testing.assert_array_equal(found[name], (before if name in left else state)[name])
+    assert trained.load_state_dict(state) == []
+
+
+def test_a_single_number_that_a_state_lacks_is_left():
+    class Shift(m.Layer):
+        def __init__(self):
+            super().__init__("shift")
+            self.declare("by", (), lambda rng, shape: np.full(shape, 3, f32), product=False)
+
+        def output_shape(self, shape):
+            return shape
+
+    graph = m.Graph()
+    model = m.Model(graph.output(Shift()(graph.input((4,)))))
+    assert model.load_state_dict({}, strict=False) == ["shift.by"]
+    assert model.state_dict()["shift.by"] == 3

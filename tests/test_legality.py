@@ -92,7 +92,7 @@ def trained(parts: set[str], folder: Path) -> None:
     loss, accumulate = m.SoftmaxCrossEntropy(comm=comm), 2 if "accumulated" in parts else 1
     if parts & {"checkpoints", "watched"}:
         images = data.dataset("synthetic", None, "train", n=8, shape=model.graph.nodes[0].shape, num_classes=4)
-        loader = data.Loader(images, 8, rank=0, size=2)
+        loader = data.Loader(images, 8, rank=0, size=2, dtype=model.precision.storage)
         run = Trainer(
             model, optimizer, loss, loader, schedule=lambda step: 0.1, epochs=1, accumulate=accumulate,
             output=folder if "checkpoints" in parts else None, watch_gradients="watched" in parts,

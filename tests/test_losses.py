@@ -257,6 +257,8 @@ def test_intersection_over_union_of_classes():
 def test_metrics_refuse_what_does_not_fit():
     with pytest.raises(RuntimeError, match="nothing was counted yet"):
         m.TopK().read()
+    with pytest.raises(ValueError, match="TopK: k must be at most the number of classes, 3, got 4"):
+        m.TopK(4).update(np.zeros((2, 3), f32), np.array([0, 1]))
     metric = m.Confusion()
     metric.update(np.zeros((2, 3), f32), np.array([0, 5]))
     with pytest.raises(ValueError, match="1 labels outside"):

@@ -134,7 +134,7 @@ def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
     (["--shard-momentum"], "--shard-momentum is for minidl train"),
     (["--compress", "--clusters", "256"], "clusters must be at most 255"),
     (["--batch", "0"], "--batch must be an integer of at least 1, got 0"),
-    (["--start", "nowhere"], "there is no checkpoint nowhere"),
+    (["--start", "nowhere"], "there is no file nowhere"),
 ])  # fmt: skip
 def test_what_cannot_be_pruned_is_one_line(tmp_path, capsys, options, words):
     with pytest.raises(SystemExit) as ended:

@@ -13,6 +13,7 @@ import pytest
 import minidl as m
 from minidl import checkpoint, data, models, schedule
 from minidl.bench.training import TrainingProfile
+from minidl.callbacks import KeepBest
 from minidl.dist.communicator import SOLO
 from minidl.profile.results import load
 from minidl.profile.views import footer
@@ -255,6 +256,8 @@ def test_parts_that_do_not_belong_together_are_refused():
         parts(loss=m.SoftmaxCrossEntropy(comm=type(run.comm)()))
     with pytest.raises(ValueError, match="train_loader must be .*rank 0 of 1"):
         parts(train_loader=data.Loader(run.train_loader.dataset, 8, rank=1, size=2))
+    with pytest.raises(TypeError, match=r"images of train_loader must be float32, got float16; .*dtype=model"):
+        parts(train_loader=data.Loader(run.train_loader.dataset, 8, dtype=np.float16))
     with pytest.raises(TypeError, match=r"train_loader must be a data.Loader, got tuple; ArrayDataset"):
         parts(train_loader=(np.zeros((4, 8, 8, 3)), np.zeros(4)))
     with pytest.raises(TypeError, match=r"schedule must be a function of the step, got .*schedule.Constant"):
@@ -477,3 +480,20 @@ def test_a_run_too_short_for_a_profile_says_so(cpu_ops, tmp_path):
     watched = TrainingProfile(tmp_path / "profile.json", every=1000)
     trainer(profile=watched).fit()
     assert not watched.written and not watched.path.exists() and "it takes 2" in watched.too_short
+
+
+def test_a_loss_that_counts_no_right_answers_tells_no_accuracy(tmp_path, capsys):
+    graph = m.Graph()
+    graph.output(m.Conv2d(3, 2, 1, name="conv")(graph.input((4, 4, 3))))
+    model = m.Model(graph)
+    images = np.random.default_rng(0).standard_normal((6, 4, 4, 3), dtype=np.float32)
+    loader = data.Loader(data.ArrayDataset(images, (images[..., 0] > 0).astype(np.uint8), 2), 3)
+    options = {"schedule": lambda step: 0.1, "epochs": 1, "output": tmp_path, "metrics": {"accuracy_of": m.Confusion()}}
+    parts = (model, m.SGD(model, 0.1), m.DiceLoss(), loader, loader)
+    row = Trainer(*parts, **options).fit()
+    assert [name for name in row if "accuracy" in name] == ["test_accuracy_of"] and "train_loss" in row
+    out = capsys.readouterr().out
+    assert "  accuracy" not in out and f"test loss {row['test_loss']:.4f}  test accuracy of" in out
+    assert table(tmp_path / "metrics.csv")[0]["test_accuracy"] == ""
+    with pytest.raises(ValueError, match="unknown metric of KeepBest 'test_accuracy'"):
+        Trainer(*parts, **options | {"epochs": 2}, callbacks=[KeepBest()]).fit()

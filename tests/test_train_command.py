@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+
 import pytest
 
 from minidl import checkpoint, cli, data
@@ -34,7 +36,7 @@ def test_the_command_trains_and_resumes(tmp_path, capsys):
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])
 def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
     options = ("--optimizer", optimizer, "--label-smoothing", "0.1", "--clip-norm", "1", "--schedule", "poly:2")
-    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path), "--lr", "0.01")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--output", str(tmp_path))
     status, out, err = run_cli(capsys, *common, *options, "--epochs", "1")
     assert status == 0 and err == "" and "test accuracy" in out
     status, _, err = run_cli(capsys, *common, "--epochs", "2", "--resume")
@@ -42,6 +44,18 @@ def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
     if optimizer != "lars":
         status, _, err = run_cli(capsys, *common, "--optimizer", optimizer, "--momentum", "0.9")
         assert status == 2 and f"--momentum is for sgd and lars, not for {optimizer}" in err
+
+
+def test_each_optimizer_has_a_learning_rate_of_its_own(tmp_path, capsys):
+    """Batch-normalised networks stay at chance for an epoch where AdamW takes the rate of SGD."""
+    rates = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
+    fixed = ("--device", "cpu", "--model", "mlp", "--epochs", "1", "--schedule", "constant", "--warmup", "0")
+    fixed += ("--data", "synthetic", "--image-size", "4", "--samples", "32", "--batch", "16")
+    for verb, share in (("train", 1), ("prune", 0.5)):
+        for name, rate in rates.items():
+            status, _, _ = run_cli(capsys, verb, *fixed, "--optimizer", name, "--output", str(tmp_path))
+            [row] = csv.DictReader((tmp_path / "metrics.csv").read_text().splitlines())
+            assert status == 0 and float(row["lr"]) == pytest.approx(share * rate), (verb, name)
 
 
 def test_the_command_augments_unless_told_not_to(tmp_path, capsys, monkeypatch):
@@ -131,11 +145,11 @@ def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
     assert ERRORS[arguments] in err
 
 
-@pytest.mark.parametrize(("verb", "names"), [(["train"], "train"), (["bench", "layers"], "bench")])
+@pytest.mark.parametrize(("verb", "names"), [(["train"], "train"), (["bench", "layers"], "bench layers")])
 def test_an_option_that_a_verb_does_not_have_is_told_with_the_usage_of_that_verb(verb, names, capsys):
     status, _, err = run_cli(capsys, *verb, "--modle", "mlp")
     assert status == 2 and err.startswith(f"usage: minidl {names}")
-    assert f"minidl {names}: error: unrecognized arguments: --modle mlp" in err
+    assert f"minidl {names}: error: unrecognized arguments: --modle mlp; did you mean --model?\n" in err
 
 
 def test_an_interrupt_is_one_clear_line_with_the_way_on(tmp_path, capsys, monkeypatch):
@@ -190,3 +204,21 @@ def test_a_job_that_cannot_be_joined_is_one_clear_line(capsys, monkeypatch):
     monkeypatch.setattr(dist, "init", alone)
     status, _, err = run_cli(capsys, "train")
     assert status == 2 and err.startswith("minidl train: init: this process") and err.count("\n") == 1
+
+
+def test_training_starts_from_weights_and_leaves_the_frozen_ones(tmp_path, capsys):
+    digits = ("train", "--device", "cpu", "--model", "mlp", "--epochs", "1")
+    assert run_cli(capsys, *digits, "--output", str(tmp_path / "dense"))[0] == 0
+    start = ("--start", str(tmp_path / "dense"), "--output", str(tmp_path / "tuned"))
+    status, out, err = run_cli(capsys, *digits, *start, "--freeze", "fc1.*", "fc2.weight")
+    assert status == 0 and err == "" and "--start" not in out
+    old, new = (checkpoint.load(checkpoint.latest(tmp_path / name))[0] for name in ("dense", "tuned"))
+    same = [name for name in old if name.startswith("model.") and (old[name] == new[name]).all()]
+    assert sorted(same) == ["model.fc1.bias", "model.fc1.weight", "model.fc2.weight"]
+    synthetic = ("--data", "synthetic", "--image-size", "8", "--samples", "32", "--model", "mlp", "--batch", "8")
+    status, _, err = run_cli(capsys, *digits, *start, "--model", "lenet", *synthetic[:-4], "--image-size", "32")
+    assert status == 2 and "weights do not fit the model" in err and "missing" in err
+    status, out, _ = run_cli(capsys, *digits, *start, *synthetic)
+    assert status == 0 and "mismatched: fc1.weight" in out and "begins anew" in out
+    status, _, err = run_cli(capsys, *digits, *start, "--freeze", "fc7.*")
+    assert status == 2 and "unknown parameter pattern 'fc7.*'" in err

@@ -58,7 +58,7 @@ def run(a: argparse.Namespace) -> int:
 
 def _add_layers(p: argparse.ArgumentParser) -> None:
     _add_network(p)
-    p.add_argument("--model", default="resnet20", help=f"every layer of one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet20", help=f"every layer of {models.CHOICES}")
     p.add_argument("--layer", metavar="TEXT", help="one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
     p.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of its input; once for each input")
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
@@ -77,7 +77,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
 
 def _add_model(p: argparse.ArgumentParser) -> None:
     _add_network(p)
-    p.add_argument("--model", nargs="+", default=["resnet20"], help=f"of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", nargs="+", default=["resnet20"], help=models.CHOICES)
     p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each rank")
     p.add_argument("--precision", nargs="+", default=["fp32"], choices=PRECISIONS)
 

@@ -41,7 +41,7 @@ class Difference:
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl compare-backends``."""
-    p.add_argument("--model", default="resnet20", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet20", help=models.CHOICES)
     p.add_argument("--batch", type=int, default=4)
     add_images(p)
     p.add_argument("--seed", type=int, default=0)

@@ -38,7 +38,7 @@ _GROUPED = 24  # layers beyond which the table shows groups of them
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl plan``."""
-    p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet50", help=models.CHOICES)
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)

@@ -6,9 +6,6 @@ Nothing here is imported unless PyTorch is asked for; where it is missing the im
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
-import sys
 from typing import Any
 
 from minidl import backend, checks
@@ -17,6 +14,7 @@ from minidl.bench.setup import device_of
 from minidl.bench.torch_calls import JOINT, layer_calls, peer_ms, time_calls
 from minidl.bench.torch_table import bench_module
 from minidl.bench.torch_twin import TorchGraph, from_nhwc, nn, torch, twin
+from minidl.config import named
 from minidl.dist.communicator import SOLO
 from minidl.profile import ceilings
 from minidl.profile.results import result
@@ -66,33 +64,13 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(spec: str) -> nn.Module:
-    """The module that ``"package.module:name"`` names, or that the function of this name returns.
-
-    Files of the working directory can be named too: ``"mynet:build"`` for mynet.py.
+    """The module that ``spec`` names (`minidl.config.named`), or that the function of this name returns.
 
     Raises:
-        ValueError: for text of another form, a module that cannot be imported, a name that it has not.
+        ValueError: from `named`.
         TypeError: when no torch.nn.Module is found there.
     """
-    path, colon, name = spec.partition(":")
-    if not (path and colon and name):
-        raise checks.bad_value("", "--torch", "package.module:function, as in torchvision.models:resnet18", spec)
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        found: Any = importlib.import_module(path)
-    except ImportError as error:
-        raise ValueError(f"--torch {spec}: {path} cannot be imported ({error})") from error
-    finally:
-        sys.path.remove(here)
-    for part in name.split("."):
-        if not hasattr(found, part):
-            raise checks.unknown(f"name in {path}", name, [n for n in vars(found) if not n.startswith("_")])
-        found = getattr(found, part)
-    return _made(spec, found)
-
-
-def _made(spec: str, found: Any) -> nn.Module:
+    found = named("--torch", spec)
     if callable(found) and not isinstance(found, nn.Module):
         try:
             found = found()

@@ -38,9 +38,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     conv = what.add_parser(
         "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=shown
     )
-    conv.add_argument(
-        "--model", default="resnet50", help=f"its convolutions: one of {', '.join(sorted(models.MODELS))}"
-    )
+    conv.add_argument("--model", default="resnet50", help=f"its convolutions: {models.CHOICES}")
     conv.add_argument("--layer", action="append", metavar="TEXT", help="these layers instead: 'Conv2d(64, 64, 3)'")
     conv.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of a layer's input; once for each")
     conv.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each GPU")

@@ -22,7 +22,7 @@ Variant = tuple[str, tuple[tuple[str, int | str], ...]]
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl warm``."""
-    p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet50", help=models.CHOICES)
     p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
     p.add_argument("--precision", default="bf16", choices=PRECISIONS)
     add_images(p)

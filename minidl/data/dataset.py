@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from minidl import checks
+from minidl.config import named
 from minidl.data.augment import Augmentation
 
 
@@ -37,7 +38,7 @@ class ArrayDataset:
         images: (N, H, W, C), float32 or uint8.
         labels: (N,) or (N, H, W) integers.
         num_classes: how many classes the labels may name.
-        mean, std: of each channel, for images scaled to [0, 1].
+        mean, std: of each channel, for images scaled to [0, 1]; a `Loader` normalises by them.
         augment: the augmentation customary for training; applied by a loader that is given it.
     """
 
@@ -51,6 +52,7 @@ class ArrayDataset:
         std: tuple[float, ...] | None = None,
         augment: Augmentation | None = None,
     ):
+        images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4:
             raise checks.bad_shape("ArrayDataset", "images", "(N, H, W, C)", images.shape)
         if images.dtype not in (np.float32, np.uint8):
@@ -101,22 +103,32 @@ def dataset(name: str, path: str | Path | None = None, split: str = "train", **o
     """The ``split`` ("train" or "test") of a data set by its name.
 
     Args:
-        name: "digits", "cifar10", "coins", "folder", "mnist", "synthetic", or what was registered.
+        name: "digits", "cifar10", "coins", "folder", "mnist", "synthetic", what was registered, or "mydata:cells" for
+            the function ``cells`` of the user's mydata.py, which takes ``split``, and the path where one is given.
         path: where the files are; only for data sets that have files.
         options: of the data set, such as ``shape=(224, 224, 3)`` of "synthetic".
 
     Raises:
         ValueError: unknown name or split, missing or superfluous path, damaged file.
-        TypeError: an option that the data set does not have.
+        TypeError: an option that the data set does not have; a function that returns no data set.
         FileNotFoundError: a missing file.
         ImportError: the data set needs an extra that is not installed.
     """
-    if name not in _FACTORIES:
-        raise checks.unknown("data set", name, _FACTORIES)
     if split not in ("train", "test"):
         raise checks.unknown("split", split, ("train", "test"))
+    first = () if path is None else (path,)
+    if ":" in name:
+        found = named("data", name)(*first, split=split, **options)
+        if not isinstance(found, Dataset) or not hasattr(found, "num_classes"):
+            remedy = "an ArrayDataset is one"
+            raise checks.bad_dtype(name, "result", "a data set with num_classes", type(found).__name__, remedy)
+        return found
+    if name not in _FACTORIES:
+        error = checks.unknown("data set", name, _FACTORIES)
+        error.add_note("mydata:cells names the function cells of your mydata.py")
+        raise error
     factory, files = _FACTORIES[name]
     if (path is None) is (files is not None):
         expected = files or "left out, since it has no files"
         raise checks.bad_value(f"data set {name!r}", "path", expected, path and str(path))
-    return factory(*(() if path is None else (path,)), split=split, **options)
+    return factory(*first, split=split, **options)

@@ -68,7 +68,8 @@ class Loader:
         drop_last: leave out a last, smaller batch.
         augment: see :mod:`minidl.data.augment`; gets the images as the data set gives them.
         mix: mixes the augmented images and their labels in pairs; for data sets of one label an image.
-        mean, std: per channel, of images scaled to [0, 1]; the images become ``(image - mean) / std``.
+        mean, std: per channel, of images scaled to [0, 1]; the images become ``(image - mean) / std``. Default: those
+            of the data set, where it has them.
         dtype: storage dtype of the images: float32, bfloat16 or float16.
         workers: threads that prepare batches ahead, each a batch at a time; 0 prepares them when they are asked for.
             Results do not depend on it.
@@ -129,6 +130,8 @@ class Loader:
         self._image, self._label = _check_first(dataset[0])
         if mix is not None and self._label.ndim:
             raise checks.bad_value(_WHO, "mix", "None for a data set of label maps", mix)
+        mean = getattr(dataset, "mean", None) if mean is None else mean
+        std = getattr(dataset, "std", None) if std is None else std
         self._scale, self._shift = _affine(self._image, mean, std)
         self._placed: tuple[Any, Any] | None = None  # the two where the images are normalised
 

@@ -30,7 +30,7 @@ from minidl.profile.tables import show
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl fuse``."""
-    p.add_argument("--model", default="resnet50", help=f"one of {', '.join(sorted(models.MODELS))}")
+    p.add_argument("--model", default="resnet50", help=models.CHOICES)
     p.add_argument("--batch", type=int, default=32, help="samples of each rank")
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="default: usual for the network")

@@ -47,11 +47,10 @@ class Mode(NamedTuple):
     text: str
 
 
-# With the names of the literature's passes (F, J: forward, B: backward).
 MODES = {
     "elementwise": Mode(
         "deferred", "shared", None, ("forward", "backward"), (), (0.0, 0.0), "it is {site.why}",
-        "normalisation, residual sum and activation in one pass, the mask in the gradient's (F1, J1, J4, B1)",
+        "normalisation, residual sum and activation in one pass, the mask in the gradient's",
     ),
     "pooled": Mode(
         "deferred", "pooled", None, ("forward", "backward"), ("elementwise",), (0.25, 0.4),
@@ -66,7 +65,7 @@ MODES = {
     "statistics": Mode(
         "statistics", "summed", "producer", ("forward",), (), (0.3, 0.0),
         "no convolution writes for it alone",
-        "the convolution below takes the statistics of what it writes (F3, J3)",
+        "the convolution below takes the statistics of what it writes",
     ),
     "joined": Mode(
         "statistics", "joined", None, ("forward",), (), (0.1, 0.0),
@@ -81,12 +80,12 @@ MODES = {
     "gradients": Mode(
         "masks", "masking", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
-        "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below (B3)",
+        "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below",
     ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
         (2.1, 2.0), "no convolution alone reads a ReLU over it",
-        "the convolution above normalises what it reads: the ReLU's output is never written (F4)",
+        "the convolution above normalises what it reads: the ReLU's output is never written",
     ),
 }  # fmt: skip
 

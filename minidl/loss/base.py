@@ -77,8 +77,8 @@ class Totals(checks.Told):
 
 def out_of_range(num_classes: int, count: float) -> ValueError:
     """For ``count`` labels that are no class."""
-    expected = f"in 0..{num_classes - 1} or the ignored index"
-    return checks.bad_value("loss", "labels", expected, f"{int(count)} labels outside")
+    remedy = f"the network has {num_classes} classes"
+    return checks.impossible("loss", f"{int(count)} labels outside 0..{num_classes - 1}, not the ignored index", remedy)
 
 
 class Loss:
@@ -90,6 +90,7 @@ class Loss:
         comm: communicator whose ranks hold the shards of one batch.
     """
 
+    classifies = False  # whether `sums` counts right answers, so that there is an accuracy to tell
     divisible = False  # whether a batch may be cut into micro-batches: `count` knows what their losses are divided by
 
     def __init__(self, comm: Communicator = SOLO):

@@ -35,6 +35,8 @@ class SoftmaxCrossEntropy(Loss):
         int64 or uint8. With probabilities float32, in the shape of the logits.
     """
 
+    classifies = True
+
     def __init__(
         self,
         ignore_index: int = -100,

@@ -1,4 +1,8 @@
-"""Networks as functions that build a `Graph`, with the parameter names of torchvision where it has the network."""
+"""Networks as functions that build a `Graph`, with the parameter names of torchvision where it has the network.
+
+Wherever a network is called by its name, ``"mynet:build"`` calls the function ``build`` of the user's mynet.py, which
+takes ``num_classes`` and ``image_shape`` as those here do.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from minidl import checks
+from minidl.config import named
 from minidl.graph import Graph
+from minidl.layers import BatchNorm2d
 from minidl.models.blocks import depthwise_separable, squeeze_excitation
 from minidl.models.densenet import densenet121
 from minidl.models.efficientnet import efficientnet_b0
@@ -35,35 +41,70 @@ MODELS: dict[str, Callable[..., Graph]] = {
     )
 }  # fmt: skip
 
-__all__ = ["MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", "usual_task", *MODELS]
+__all__ = ["CHOICES", "MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", "usual_task", *MODELS]
 
-_TASKS = {"lenet": (32, 10), "mlp": (32, 10), "resnet20": (32, 10), "unet": (256, 2)}
+CHOICES = f"one of {', '.join(sorted(MODELS))}, or MODULE:FUNCTION of your own"
+_USUAL = {"image_shape": (224, 224, 3), "num_classes": 1000}  # where a function of the user's does not say
+_SMALL = {"lenet": 32, "mlp": 32}  # they are for images of one channel and measured on those of three
 
 
 def usual_task(name: str, side: int | None = None, classes: int | None = None) -> tuple[int, int]:
     """(side of the images, classes): for None what the network called ``name`` is usually measured on."""
-    usual = _TASKS.get(name, (224, 1000))
-    return usual[0] if side is None else side, usual[1] if classes is None else classes
+    given = inspect.signature(_builder(name)).parameters.values()
+    usual = _USUAL | {p.name: p.default for p in given if p.default is not p.empty}
+    side = _SMALL.get(name, usual["image_shape"][0]) if side is None else side
+    return side, usual["num_classes"] if classes is None else classes
+
+
+def _builder(name: str) -> Callable[..., Graph]:
+    """The function called ``name``.
+
+    Raises:
+        ValueError: no such function, or one of other arguments.
+    """
+    if ":" not in name and name not in MODELS:
+        error = checks.unknown("model", name, MODELS)
+        error.add_note("mynet:build names the function build of your mynet.py")
+        raise error
+    found = named("model", name) if ":" in name else MODELS[name]
+    wanted = {"num_classes", "image_shape"}
+    if not callable(found) or not wanted <= set(inspect.signature(found).parameters):
+        raise checks.bad_value("", "model", "a function of num_classes and image_shape, as models.resnet20", name)
+    return found
 
 
 def __getattr__(name: str) -> None:
     raise AttributeError(str(checks.unknown("model", name, MODELS)), name=name)
 
 
-def build(name: str, image_shape: tuple[int, int, int], num_classes: int, **options: Any) -> Graph:
-    """The network called ``name`` for images of (H, W, C) and ``num_classes`` classes.
+def build(
+    name: str, image_shape: tuple[int, int, int], num_classes: int, *, sync_batch_norm: bool = False, **options: Any
+) -> Graph:
+    """The network called ``name``, a known one or ``"module:function"``, for images of (H, W, C) and some classes.
+
+    Args:
+        sync_batch_norm: batch norms take their statistics over all ranks.
 
     Raises:
         ValueError: unknown name, listing the known ones; an option that the network does not have; image too
             small, naming the layer it does not fit; a shape of (C, H, W).
+        TypeError: a function that returns no `Graph`.
     """
-    if name not in MODELS:
-        raise checks.unknown("model", name, MODELS)
-    unknown = set(options) - set(inspect.signature(MODELS[name]).parameters)
+    builder = _builder(name)
+    unknown = set(options) - set(inspect.signature(builder).parameters)
     if unknown:
         raise checks.bad_value(name, "options", "arguments that this model has", sorted(unknown), "leave them out")
     if len(image_shape) == 3 and image_shape[0] in (1, 3) and image_shape[1] == image_shape[2] > 8:
         height, width = image_shape[1:]
         remedy = f"channels come last: {(height, width, image_shape[0])}"
         raise checks.bad_value(name, "image_shape", "(height, width, channels)", tuple(image_shape), remedy)
-    return MODELS[name](num_classes=num_classes, image_shape=image_shape, **options)
+    graph = builder(num_classes=num_classes, image_shape=image_shape, **options)
+    if not isinstance(graph, Graph) or not graph.finished:
+        expected, remedy = "a Graph that knows its output", "return graph.output(node)"
+        raise checks.bad_dtype(name, "result", expected, checks.describe(graph), remedy)
+    norms = [layer for layer in graph.layers if isinstance(layer, BatchNorm2d)] if sync_batch_norm else ()
+    if sync_batch_norm and not norms:
+        raise checks.bad_value(name, "sync_batch_norm", "False for a network without batch norms", True)
+    for layer in norms:
+        layer.sync = layer.sync or True
+    return graph

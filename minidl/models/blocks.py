@@ -20,7 +20,6 @@ def conv_norm(
     *,
     groups: int = 1,
     activation: Activation | None = None,
-    sync: bool = False,
     names: tuple[str, str, str] = ("0", "1", "2"),
 ) -> Node:
     """A convolution that keeps the image size at stride 1, batch norm and, where given, an activation.
@@ -32,27 +31,21 @@ def conv_norm(
         x.shape[-1], channels, kernel, stride, kernel // 2, groups=groups, bias=False,
         weight_init=kaiming_normal("out"), name=names[0],
     )  # fmt: skip
-    y = BatchNorm2d(channels, sync=sync, name=names[1])(conv(x))
+    y = BatchNorm2d(channels, name=names[1])(conv(x))
     return y if activation is None else activation(name=names[2])(y)
 
 
 def depthwise_separable(
-    x: Node,
-    channels: int,
-    kernel: int = 3,
-    stride: int = 1,
-    *,
-    activation: Activation | None = ReLU,
-    sync: bool = False,
+    x: Node, channels: int, kernel: int = 3, stride: int = 1, *, activation: Activation | None = ReLU
 ) -> Node:
     """A filter of its own for every channel, then a 1×1 convolution (Howard et al., "MobileNets", 2017).
 
     Layers: ``depthwise.0``, ``.1``, ``.2`` and ``pointwise.0``, ``.1``, ``.2``: convolution, batch norm, activation.
     """
     with scope("depthwise"):
-        x = conv_norm(x, x.shape[-1], kernel, stride, groups=x.shape[-1], activation=activation, sync=sync)
+        x = conv_norm(x, x.shape[-1], kernel, stride, groups=x.shape[-1], activation=activation)
     with scope("pointwise"):
-        return conv_norm(x, channels, activation=activation, sync=sync)
+        return conv_norm(x, channels, activation=activation)
 
 
 def squeeze_excitation(

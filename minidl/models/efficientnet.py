@@ -15,21 +15,21 @@ _STAGES = (
 _SQUEEZE = 4  # a block's input channels over those of its squeeze
 
 
-def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, drop: float, sync: bool) -> Node:
+def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, drop: float) -> Node:
     """Widen by 1×1, filter channel by channel, gate, narrow by 1×1; added to ``x`` where it fits, or left out."""
     y, index = x, 0
     with scope("block"):
         if expansion != 1:
             with scope("0"):
-                y = conv_norm(y, expansion * x.shape[-1], activation=SiLU, sync=sync)
+                y = conv_norm(y, expansion * x.shape[-1], activation=SiLU)
             index = 1
         with scope(f"{index}"):
-            y = conv_norm(y, y.shape[-1], kernel, stride, groups=y.shape[-1], activation=SiLU, sync=sync)
+            y = conv_norm(y, y.shape[-1], kernel, stride, groups=y.shape[-1], activation=SiLU)
         with scope(f"{index + 1}"):
             squeezed = max(1, x.shape[-1] // _SQUEEZE)
             y = squeeze_excitation(y, squeezed, activation=SiLU, weight_init=kaiming_normal("out"))
         with scope(f"{index + 2}"):
-            y = conv_norm(y, channels, sync=sync)
+            y = conv_norm(y, channels)
     if stride != 1 or x.shape[-1] != channels:
         return y
     return Add()(x, StochasticDepth(drop, name="stochastic_depth")(y))
@@ -40,7 +40,6 @@ def efficientnet_b0(
     image_shape: tuple[int, int, int] = (224, 224, 3),
     dropout: float = 0.2,
     stochastic_depth: float = 0.2,
-    sync_batch_norm: bool = False,
 ) -> Graph:
     """Sixteen gated inverted residuals between a strided 3×3 and a 1×1 convolution.
 
@@ -52,15 +51,15 @@ def efficientnet_b0(
     x = graph.input(image_shape)
     with scope("features"):
         with scope("0"):
-            x = conv_norm(x, 32, 3, 2, activation=SiLU, sync=sync_batch_norm)
+            x = conv_norm(x, 32, 3, 2, activation=SiLU)
         for stage, (expansion, kernel, stride, channels, depth) in enumerate(_STAGES, start=1):
             for i in range(depth):
                 with scope(f"{stage}.{i}"):
                     drop = stochastic_depth * built / blocks
-                    x = _mb_conv(x, channels, kernel, stride if i == 0 else 1, expansion, drop, sync_batch_norm)
+                    x = _mb_conv(x, channels, kernel, stride if i == 0 else 1, expansion, drop)
                 built += 1
         with scope(f"{len(_STAGES) + 1}"):
-            x = conv_norm(x, 1280, activation=SiLU, sync=sync_batch_norm)
+            x = conv_norm(x, 1280, activation=SiLU)
     x = Flatten()(AdaptiveAvgPool2d(1, name="avgpool")(x))
     with scope("classifier"):
         x = Dropout(dropout, name="0")(x)

@@ -13,17 +13,17 @@ _STAGES = (
 )  # fmt: skip
 
 
-def _inverted_residual(x: Node, channels: int, stride: int, expansion: int, sync: bool) -> Node:
+def _inverted_residual(x: Node, channels: int, stride: int, expansion: int) -> Node:
     """Widen by 1×1, filter channel by channel, narrow by 1×1 without an activation; added to ``x`` where it fits."""
     y, index = x, 0
     with scope("conv"):
         if expansion != 1:
             with scope(f"{index}"):
-                y = conv_norm(y, expansion * x.shape[-1], activation=ReLU6, sync=sync)
+                y = conv_norm(y, expansion * x.shape[-1], activation=ReLU6)
             index += 1
         with scope(f"{index}"):
-            y = conv_norm(y, y.shape[-1], 3, stride, groups=y.shape[-1], activation=ReLU6, sync=sync)
-        y = conv_norm(y, channels, sync=sync, names=(f"{index + 1}", f"{index + 2}", ""))
+            y = conv_norm(y, y.shape[-1], 3, stride, groups=y.shape[-1], activation=ReLU6)
+        y = conv_norm(y, channels, names=(f"{index + 1}", f"{index + 2}", ""))
     return Add()(x, y) if stride == 1 and x.shape[-1] == channels else y
 
 
@@ -32,7 +32,6 @@ def mobilenet_v2(
     image_shape: tuple[int, int, int] = (224, 224, 3),
     width: float = 1.0,
     dropout: float = 0.2,
-    sync_batch_norm: bool = False,
 ) -> Graph:
     """Seventeen inverted residuals between a strided 3×3 and a 1×1 convolution; ``width`` scales all channels."""
     checks.number("mobilenet_v2", "width", width, "above 0, finite", lambda v: 0 < v < float("inf"))
@@ -40,16 +39,16 @@ def mobilenet_v2(
     x = graph.input(image_shape)
     with scope("features"):
         with scope("0"):
-            x = conv_norm(x, divisible(32 * width), 3, 2, activation=ReLU6, sync=sync_batch_norm)
+            x = conv_norm(x, divisible(32 * width), 3, 2, activation=ReLU6)
         index = 1
         for expansion, channels, depth, stride in _STAGES:
             for i in range(depth):
                 with scope(f"{index}"):
                     step = stride if i == 0 else 1
-                    x = _inverted_residual(x, divisible(channels * width), step, expansion, sync_batch_norm)
+                    x = _inverted_residual(x, divisible(channels * width), step, expansion)
                 index += 1
         with scope(f"{index}"):
-            x = conv_norm(x, divisible(1280 * max(1.0, width)), activation=ReLU6, sync=sync_batch_norm)
+            x = conv_norm(x, divisible(1280 * max(1.0, width)), activation=ReLU6)
     x = Flatten()(AdaptiveAvgPool2d(1, name="avgpool")(x))
     with scope("classifier"):
         x = Dropout(dropout, name="0")(x)

@@ -7,12 +7,12 @@ from minidl.graph import Graph, Node, scope
 from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Pad, ReLU
 
 
-def _double_conv(x: Node, width: int, sync: bool) -> Node:
+def _double_conv(x: Node, width: int) -> Node:
     """Two times 3×3 convolution, batch norm, ReLU."""
     with scope("double_conv"):
         for i in (0, 3):
             x = Conv2d(x.shape[-1], width, 3, padding=1, bias=False, name=f"{i}")(x)
-            x = ReLU(name=f"{i + 2}")(BatchNorm2d(width, sync=sync, name=f"{i + 1}")(x))
+            x = ReLU(name=f"{i + 2}")(BatchNorm2d(width, name=f"{i + 1}")(x))
     return x
 
 
@@ -21,7 +21,6 @@ def unet(
     image_shape: tuple[int, int, int] = (256, 256, 3),
     width: int = 64,
     depth: int = 4,
-    sync_batch_norm: bool = False,
 ) -> Graph:
     """Encoder and decoder of ``depth`` levels, ``width`` to ``width·2**depth`` channels, joined by skip connections.
 
@@ -37,14 +36,14 @@ def unet(
     graph = Graph()
     x = graph.input(image_shape)
     with scope("inc"):
-        x = _double_conv(x, width, sync_batch_norm)
+        x = _double_conv(x, width)
     skips = []
     for level in range(1, depth + 1):
         skips.append(x)
         with scope(f"down{level}.maxpool_conv"):
             x = MaxPool2d(2, name="0")(x)
             with scope("1"):
-                x = _double_conv(x, width << level, sync_batch_norm)
+                x = _double_conv(x, width << level)
     for level in range(1, depth + 1):
         channels = x.shape[-1] // 2
         with scope(f"up{level}"):
@@ -55,7 +54,7 @@ def unet(
                 x = Pad((0, right, 0, bottom), name="pad")(x)
             x = Concat()(skip, x)
             with scope("conv"):
-                x = _double_conv(x, channels, sync_batch_norm)
+                x = _double_conv(x, channels)
     with scope("outc"):
         x = Conv2d(x.shape[-1], num_classes, 1, name="conv")(x)
     return graph.output(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from minidl import checks
 from minidl.graph import Graph, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU
@@ -11,14 +10,9 @@ _BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutio
 
 
 def vgg16(
-    num_classes: int = 1000,
-    image_shape: tuple[int, int, int] = (224, 224, 3),
-    batch_norm: bool = False,
-    sync_batch_norm: bool = False,
+    num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), batch_norm: bool = False
 ) -> Graph:
     """Thirteen 3×3 convolutions and three fully connected layers."""
-    if sync_batch_norm and not batch_norm:
-        raise checks.bad_value("vgg16", "sync_batch_norm", "False without batch norm", True, "use vgg16_bn")
     graph = Graph()
     x = graph.input(image_shape)
     with scope("features"):
@@ -28,7 +22,7 @@ def vgg16(
                 x = Conv2d(x.shape[-1], width, 3, padding=1, weight_init=kaiming_normal("out"), name=f"{index}")(x)
                 index += 1
                 if batch_norm:
-                    x = BatchNorm2d(width, sync=sync_batch_norm, name=f"{index}")(x)
+                    x = BatchNorm2d(width, name=f"{index}")(x)
                     index += 1
                 x = ReLU(name=f"{index}")(x)
                 index += 1
@@ -43,8 +37,6 @@ def vgg16(
     return graph.output(x)
 
 
-def vgg16_bn(
-    num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), sync_batch_norm: bool = False
-) -> Graph:
+def vgg16_bn(num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3)) -> Graph:
     """VGG-16 with a batch norm after every convolution."""
-    return vgg16(num_classes, image_shape, batch_norm=True, sync_batch_norm=sync_batch_norm)
+    return vgg16(num_classes, image_shape, batch_norm=True)

@@ -69,8 +69,14 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
 
 
 def _rate(value: float | None) -> str:
-    """Three figures: processors are far below one TFLOP/s."""
+    """Three figures."""
     return _NONE if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+
+
+def _flops(rates: Sequence[float | None]) -> tuple[str, list[str]]:
+    """TFLOP/s of several rows under one unit, and that: processors are far below one TFLOP/s."""
+    unit, scale = ("GFLOP/s", 1e3) if max((rate or 0 for rate in rates), default=0) < 1 else ("TFLOP/s", 1)
+    return unit, [_rate(rate if rate is None else rate * scale) for rate in rates]
 
 
 def _share(value: float | None) -> str:
@@ -150,13 +156,13 @@ def _ways(run: Run) -> Table:
 
 
 def _roof(run: Run) -> Table:
-    columns = ["layer and pass", "GFLOP", "MB", "FLOP/B", "ms", "TFLOP/s", "GB/s", "floor ms", "roof", "bound"]
+    found = [row for row in run.rows if (row.get("flop"), row.get("bytes")) != (None, None) and row["pass"] != "step"]
+    unit, rates = _flops([row["tflops"] for row in found])
+    columns = ["layer and pass", "GFLOP", "MB", "FLOP/B", "ms", unit, "GB/s", "floor ms", "roof", "bound"]
     rows = []
-    for row in run.rows:
-        if row.get("flop") is None and row.get("bytes") is None or row["pass"] == "step":
-            continue
+    for row, rate in zip(found, rates, strict=True):
         cells = [_line(run, row), _number(row["flop"], 1e-9, 3), _number(row["bytes"], 1e-6, 2)]
-        cells += [_number(row["intensity"]), _time(row), _rate(row["tflops"]), _number(row["gb_per_s"], 1, 0)]
+        cells += [_number(row["intensity"]), _time(row), rate, _rate(row["gb_per_s"])]
         rows.append([*cells, _ms(row["floor_ms"]), _share(row["roof_share"]), row["bound"] or _NONE])
     return _title(run, "work and share of the measured roofline"), columns, rows
 
@@ -256,19 +262,20 @@ def networks(found: Sequence[Run]) -> Table:
     names = [name for name in _KINDS if any(abs(share.get(name, 0.0)) >= 5e-4 for share in shares)]
     energy, added = [run.step.get("energy_mj") for run in whole], [run.added for run in whole]
     several = any(more is not None for more in added)
-    columns = ["network", "batch", "ranks", "dtype", "step ms", *["messages add"] * several, "images/s", "TFLOP/s"]
+    unit, rates = _flops([1e-9 * run.step["flop"] / run.step["ms"] for run in whole])
+    columns = ["network", "batch", "ranks", "dtype", "step ms", *["messages add"] * several, "images/s", unit]
     columns += ["FLOP/B", *["mJ/image"] * any(energy), *names]
     cells = []
-    for run, share, millijoules, more in zip(whole, shares, energy, added, strict=True):
+    for run, share, millijoules, more, rate in zip(whole, shares, energy, added, rates, strict=True):
         ms, arm = run.step["ms"], "" if run.arm == "minidl" else f", {run.arm}"
         line = [run.model + arm, str(run.rank_batch or _NONE), str(run.ranks), run.dtype, _ms(ms)]
         line += [_share(more)] * several
-        line += [_number(run.images_per_s, 1, 0), _rate(1e-9 * run.step["flop"] / ms), _number(run.step["intensity"])]
+        line += [_number(run.images_per_s, 1, 0), rate, _number(run.step["intensity"])]
         if any(energy):
             line.append(_number(millijoules / run.batch if millijoules and run.batch else None, 1, 0))
         cells.append(line + [_share(share.get(name, 0.0)) for name in names])
     ways = " or ".join(dict.fromkeys(run.how for run in whole))
-    return f"training steps; batch and TFLOP/s of each rank; shares timed {ways}", columns, cells
+    return f"training steps; batch and {unit} of each rank; shares timed {ways}", columns, cells
 
 
 _KINDS = (*FAMILIES, "other", "loss", "optimizer", "exposed communication", "unaccounted")
