@@ -26,6 +26,7 @@ THREADS = 256
 TARGET_BLOCKS = 396
 PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
+LEAST_ROWS = 8
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight
 AHEAD = 4  # and of two arrays, through shared memory
@@ -71,7 +72,7 @@ def cut_rows(
         rounds += 1
         wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
-    chunk_rows = lanes * max(per_thread, 8 // pixels, LEAST_CHUNK_ROWS // pixels // lanes)
+    chunk_rows = lanes * max(per_thread, LEAST_ROWS // pixels, LEAST_CHUNK_ROWS // pixels // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
 
     vectors = channels // vec
