@@ -59,6 +59,20 @@ struct InputGradient {
         for (int i = 0; i < N; ++i) scale[i] = scales[i];
     }
 
+    // As another block's, or thread's, was made.
+    __device__ __forceinline__ void set(const float (&scales)[N], const float (&means)[N], const float* bends,
+                                        const float* offsets) {
+        if constexpr (OF_BATCH) {
+            load(bends, bend);
+            load(offsets, offset);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            scale[i] = scales[i];
+            if constexpr (OF_BATCH && !FOLDED) mean[i] = means[i];
+        }
+    }
+
     // Of the i-th channel; with `add` on top.
     __device__ __forceinline__ float operator()(int i, float g, float x) const {
         if constexpr (OF_BATCH && FOLDED) return fmaf(g, scale[i], fmaf(x, bend[i], offset[i]));

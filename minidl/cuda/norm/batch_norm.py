@@ -26,12 +26,12 @@ THREADS = 256
 TARGET_BLOCKS = 396
 PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
-LEAST_ROWS = 8
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
 UNROLL = 8  # rows that a thread has in flight
 AHEAD = 4  # and of two arrays, through shared memory
 UNROLL_MASKED = {2: 2, 3: 3}  # and where the output, or its signs, are read besides and a gradient is written
-LEAST_LANES = 1
+TABLE_BYTES = 20  # of a channel
+SHARED_LANES = 8  # from so many on the lanes of a block share what they know of their channels: of four each is faster
 
 
 class Chunks(NamedTuple):
@@ -72,7 +72,13 @@ def cut_rows(
         rounds += 1
         wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
-    chunk_rows = lanes * max(per_thread, LEAST_ROWS // pixels, LEAST_CHUNK_ROWS // pixels // lanes)
+    # Where that leaves multiprocessors without a block, half as many are worth their partial results.
+    least = (
+        LEAST_CHUNK_ROWS
+        if ideal_tiles * count * pixels > TARGET_BLOCKS // 3 * LEAST_CHUNK_ROWS
+        else LEAST_CHUNK_ROWS // 2
+    )
+    chunk_rows = lanes * max(per_thread, 8 // pixels, least // pixels // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
 
     vectors = channels // vec
@@ -351,12 +357,12 @@ def _backward_apply(
     plan = walk_channels(*arrays, unroll=2, lasting=True, parameters=parameters)
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
-        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask, "TABLE": int(plan.block[1] > LEAST_LANES),
+        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask, "TABLE": int(plan.block[1] >= SHARED_LANES),
     } | _masking(function)  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
         dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), int32(channels), plan.argument,
-        defines=defines, shared=5 * 4 * plan.block[0] * plan.vec if defines["TABLE"] else 0,
+        defines=defines, shared=TABLE_BYTES * plan.block[0] * plan.vec if defines["TABLE"] else 0,
     )  # fmt: skip
     return dx
 

@@ -156,18 +156,18 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
 #pragma unroll
         for (int k = 0; k < SUMS; ++k) store(scratch + (k * lanes + threadIdx.y) * width + slot, sum[k]);
         __syncthreads();
-        const i64 stride = i64(cut.samples) * cut.channels;
-        for (int i = thread; i < SUMS * width; i += threads) {
-            const int k = i / width, c = i - k * width, to = tile * width + c;
-            if (to >= cut.channels) continue;
-            const float* from = scratch + k * lanes * width + c;
-            float all = from[0];
+        for (int c = thread; c < width; c += threads) {
+            const int to = tile * width + c;
+            if (to >= cut.channels) break;
+            float all[SUMS] = {};
 #pragma unroll 4
-            for (int lane = 1; lane < lanes; ++lane) all += from[lane * width];
-            if (WHOLE) {
-                finish(out, parts, k, all, factor, sample, cut.channels, to);
-            } else {
-                partials[(k * cut.chunks + chunk) * stride + i64(sample) * cut.channels + to] = all;
+            for (int lane = 0; lane < lanes; ++lane)
+#pragma unroll
+                for (int k = 0; k < SUMS; ++k) all[k] += scratch[(k * lanes + lane) * width + c];
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) {
+                if (WHOLE) finish(out, parts, k, all[k], factor, sample, cut.channels, to);
+                else partials[(i64(k * cut.chunks + chunk) * cut.samples + sample) * cut.channels + to] = all[k];
             }
         }
     }

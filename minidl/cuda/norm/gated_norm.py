@@ -20,14 +20,13 @@ from minidl.shapes import ceil_div
 
 FORWARD, BACKWARD = 1, 5  # sums that a pass takes
 THREADS = 256
-TARGET_BLOCKS = {FORWARD: 396, BACKWARD: 264}  # what the registers of 132 multiprocessors hold; part of the cut
-AHEAD = 4  # groups of pixels on their way, of two forward, of one of two arrays backward
+TARGET_BLOCKS = 264  # two on each of 132 multiprocessors; part of the cut
+AHEAD = 3  # groups of pixels on their way, of two forward, of one of two arrays backward
 WIDEST = 32  # vectors of a block along the channels
 MOST_PER_THREAD = 128  # terms of a float32 sum
 # What a block takes besides its pixels, and a second kernel for chunks, in pixels of a thread.
 BLOCK_PIXELS, MERGE_PIXELS = 4, 6
-GATE = {"unroll": 3, "groups": 2}  # of pixels that a thread has in flight, and of such groups
-GATE_BACKWARD = {"unroll": 4, "groups": 4}
+GATE = {"unroll": 4, "groups": 4}  # pixels that a thread has in flight under a gate, and how many such groups it takes
 NARROW = 4  # values of a vector there: parameters fill the registers of wider ones
 
 _CUT = np.dtype([("pitch", np.int32, 2), *((name, np.int32) for name in
@@ -44,9 +43,7 @@ class Cut(NamedTuple):
 
 
 @functools.lru_cache(maxsize=4096)
-def cut_samples(
-    many: int, samples: int, pixels: int, channels: int, itemsize: int, vec: int, pitches: tuple[int, int]
-) -> Cut:
+def cut_samples(samples: int, pixels: int, channels: int, itemsize: int, vec: int, pitches: tuple[int, int]) -> Cut:
     """Chunks and lanes follow from the sizes alone: neither the device nor an array's alignment changes a bit."""
     vectors = ceil_div(channels, 16 // itemsize)
     tiles = ceil_div(vectors, WIDEST)
@@ -55,7 +52,7 @@ def cut_samples(
     blocks = samples * tiles
 
     def time(chunks: int) -> int:
-        rounds = ceil_div(blocks * chunks, TARGET_BLOCKS[many])
+        rounds = ceil_div(blocks * chunks, TARGET_BLOCKS)
         return rounds * (ceil_div(ceil_div(pixels, chunks), lanes) + BLOCK_PIXELS) + MERGE_PIXELS * (chunks > 1)
 
     least = ceil_div(pixels, lanes * MOST_PER_THREAD)
@@ -65,7 +62,7 @@ def cut_samples(
     # Narrower vectors: as many lanes of fewer channels.
     tiles = ceil_div(channels // vec, THREADS // lanes)
     columns = ceil_div(channels // vec, tiles)
-    each = ceil_div(samples * tiles * chunks, TARGET_BLOCKS[many])
+    each = ceil_div(samples * tiles * chunks, TARGET_BLOCKS)
     argument = np.array([(pitches, pixels, chunk, chunks, channels, samples, each, tiles)], _CUT)
     argument.setflags(write=False)
     return Cut(tiles * chunks * ceil_div(samples, each), (columns, lanes), chunks, argument)
@@ -83,7 +80,7 @@ def batch_norm_gate(x: Any, moments: Any, gamma: Any, beta: Any, gate: Any, func
     if x.size:
         n, channels = x.shape[0], x.shape[-1]
         parameters = moments, gamma, beta, gate
-        plan = walk_samples(x, z, samples=n, **GATE, parameters=parameters)
+        plan = walk_samples(x, z, samples=n, **GATE, access=NARROW * x.itemsize, parameters=parameters)
         defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function), "APPLY": 1}
         args = *parameters, z, np.float32(slope), *ints(n, channels), plan.argument
         launch("gated_norm", "gated_norm_apply", plan.grid, plan.block, x, *args, defines=defines)
@@ -124,7 +121,7 @@ def batch_norm_gate_backward_apply(
     if x.size:
         n, channels = x.shape[0], x.shape[-1]
         parameters = moments, gamma, beta, gate, dmean, sums
-        plan = walk_samples(dz, x, dx, samples=n, **GATE_BACKWARD, access=NARROW * x.itemsize, parameters=parameters)
+        plan = walk_samples(dz, x, dx, samples=n, **GATE, access=NARROW * x.itemsize, parameters=parameters)
         defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function)}
         args = *parameters, count, dx, np.float32(slope), np.float32(n / rows(x)[0]), *ints(n, channels), plan.argument
         launch(
@@ -151,7 +148,7 @@ def _sums(
     count, _, pitch = rows(x)
     arrays = (x,) if dz is None else (x, dz)
     vec = vector_width(*arrays, *(one for one in (moments, gamma, beta) if one is not None))
-    cut = cut_samples(many, n, count // n, channels, x.itemsize, vec, (pitch, pitch if dz is None else rows(dz)[2]))
+    cut = cut_samples(n, count // n, channels, x.itemsize, vec, (pitch, pitch if dz is None else rows(dz)[2]))
     whole = cut.chunks == 1
     partials = None if whole else empty((many, cut.chunks, n * channels), float32)
     factor = np.float32(1.0 if many > 1 else n / count)
