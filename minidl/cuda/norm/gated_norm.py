@@ -14,7 +14,7 @@ from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_backward_sums
-from minidl.cuda.rows import dtype_code, rows, vector_width, vectors, walk_samples
+from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, vectors, walk_samples
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
@@ -45,6 +45,7 @@ class Cut(NamedTuple):
 @functools.lru_cache(maxsize=4096)
 def cut_samples(samples: int, pixels: int, channels: int, itemsize: int, vec: int, pitches: tuple[int, int]) -> Cut:
     """Chunks and lanes follow from the sizes alone: neither the device nor an array's alignment changes a bit."""
+    assert samples * pixels < ROW_LIMIT, (samples, pixels)
     vectors = ceil_div(channels, 16 // itemsize)
     tiles = ceil_div(vectors, WIDEST)
     lanes = min(THREADS // ceil_div(vectors, tiles), pixels)
