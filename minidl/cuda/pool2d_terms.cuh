@@ -25,8 +25,8 @@ struct Window {
     }
 };
 
-// A pixel's sum of what four windows at most have for it, two channels at a time: packed terms, zero where the pixel was
-// not the largest. Of two, packed, as rounded as their float32 sum would be.
+// A pixel's sum of what four windows at most have for it, two channels at a time: packed terms, zero where the pixel
+// was not the largest. Of two, packed, as rounded as their float32 sum would be.
 constexpr bool PACKED = PER_WORD == 2 && INDEX_BITS == 8 && VEC > 1 && COVER_H * COVER_W <= 4;
 
 template <bool, class A, class B> struct Either { typedef A type; };

@@ -53,14 +53,15 @@ __device__ __forceinline__ void all<silu>(float g, float z, float, float& y, flo
     of = g * slope;
 }
 
-// FUNCTION at z and at w, added up. Of a SiLU on one denominator: a reciprocal less, for special functions would take as
-// long as memory does. Where the exponential is held back the value is below 1e-17 of z.
+// FUNCTION at z and at w, added up. Of a SiLU on one denominator: a reciprocal less, for special functions would take
+// as long as memory does. Where the exponential is held back the value is below 1e-17 of z.
 template <class F>
 DEVICE float sum_of_two(float z, float w, float a) { return F::value(z, a) + F::value(w, a); }
 template <>
 __device__ __forceinline__ float sum_of_two<silu>(float z, float w, float) {
     constexpr float scale = -1.4426950408889634f, most = 62.0f;
-    const float p = 1.0f + two_to_the(clamp_above(z * scale, most)), q = 1.0f + two_to_the(clamp_above(w * scale, most));
+    const float p = 1.0f + two_to_the(clamp_above(z * scale, most));
+    const float q = 1.0f + two_to_the(clamp_above(w * scale, most));
     return fmaf(z, q, w * p) * reciprocal(p * q);
 }
 
