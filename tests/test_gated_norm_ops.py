@@ -12,7 +12,16 @@ from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import away_from_kinks
 from tests.tolerance import assert_close, draw
 
-SHAPES = [(1, 1, 1, 1), (3, 5, 7, 3), (2, 33, 41, 24), (70, 2, 2, 48), (3, 1, 1, 300), (0, 4, 4, 8), (3, 0, 4, 5)]
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 5, 7, 3),
+    (2, 33, 41, 24),
+    (70, 2, 2, 48),
+    (3, 1, 1, 300),
+    (601, 2, 3, 16),
+    (0, 4, 4, 8),
+    (3, 0, 4, 5),
+]
 
 
 def problem(rng, shape, dtype, function):

@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 
 from minidl import cuda as ops
-from minidl.precision import bfloat16, float32
+from minidl.precision import bfloat16, float16, float32
 from minidl.profile import inputs
 from minidl.profile.timing import Call
 
-DTYPES = {"bf16": bfloat16, "fp32": float32}
+DTYPES = {"bf16": bfloat16, "fp16": float16, "fp32": float32}
 BATCH = 256
 ACTIVATIONS = {"64@56": (56, 56, 64), "256@56": (56, 56, 256), "512@28": (28, 28, 512), "2048@7": (7, 7, 2048)}
 
@@ -42,7 +42,7 @@ def torch_noise(shape: tuple[int, ...], dtype: str) -> Any:
     """The same shape for PyTorch: NHWC in memory, NCHW in name."""
     import torch
 
-    x = torch.randn(shape, device="cuda").to(torch.bfloat16 if dtype == "bf16" else torch.float32)
+    x = torch.randn(shape, device="cuda").to(torch_type(dtype))
     return x.permute(0, 3, 1, 2) if len(shape) == 4 else x
 
 
@@ -77,4 +77,4 @@ def aten() -> Any:
 def torch_type(dtype: str) -> Any:
     import torch
 
-    return torch.bfloat16 if dtype == "bf16" else torch.float32
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]

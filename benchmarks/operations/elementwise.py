@@ -19,7 +19,7 @@ def elementwise(label: str, shape: tuple[int, ...], dtype: str) -> Iterator[Case
     """Casts, joins and activations, whose cost is the same for any shape of that size."""
     import_type, size = DTYPES[dtype], math.prod(shape)
     width = np.dtype(import_type).itemsize
-    source = "fp32" if dtype == "bf16" else "bf16"
+    source = "bf16" if dtype == "fp32" else "fp32"
 
     def ours(call: Callable[..., Any], count: int, kind: str = dtype) -> Make:
         return lambda: bound(call, [noise(shape, DTYPES[kind]) for _ in range(count)])

@@ -14,6 +14,8 @@ from minidl.cuda.rows import dtype_code, walk
 
 _NAMES = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh", "silu", "gelu", "gelu_tanh", "hardswish")
 _FUNCTIONS = {name: f"{name}_" if name == "tanh" else name for name in _NAMES}  # C++ has a tanh already
+# Vectors that a thread has in flight, of other functions two: the more arithmetic, the more of them hide it.
+UNROLL = {"relu": 1, "silu": 4, "gelu": 4}
 
 
 def struct_of(name: str) -> str:
@@ -32,7 +34,7 @@ def activate(x: Any, function: str, slope: float = 0.0) -> Any:
     defines = {"FORWARD": 1, "DTYPE": dtype_code(x, function), "FUNCTION": struct_of(function)}
     x = as_rows(x)
     y = empty(x.shape, x.dtype)
-    plan = walk(x, y, unroll=2)
+    plan = walk(x, y, unroll=UNROLL.get(function, 2))
     defines |= {"VEC": plan.vec, "UNROLL": plan.unroll}
     args = (x, y, np.float32(slope), plan.argument)
     launch("activation", "activate_kernel", plan.grid, plan.block, *args, defines=defines)

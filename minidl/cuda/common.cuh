@@ -328,8 +328,9 @@ DEVICE void for_rows_prepared(const Share& at, Load load, Prepare prepare, Store
         return for_rows<DEPTH>(at, load, store);
     }
     // In place of rows that do not exist the last one is read: branches would hold up the loads behind them.
+    if (at.row < at.rows)
 #pragma unroll
-    for (int u = 0; u < DEPTH; ++u) load(u, min(at.row + u * at.step, at.rows - 1));
+        for (int u = 0; u < DEPTH; ++u) load(u, min(at.row + u * at.step, at.rows - 1));
     prepare();
 #pragma unroll
     for (int u = 0; u < DEPTH; ++u)

@@ -31,12 +31,13 @@ def row_grid(rows: int, items: int, each: int = 1) -> tuple[int, tuple[int, int]
     return grid, (width, height)
 
 
-def strip_length(threads: int, rows: int, longest: int = 4) -> int:
+def strip_length(threads: int, rows: int, longest: int = 4, resident: int = THREADS_PER_MULTIPROCESSOR) -> int:
     """How many of ``rows`` rows one thread works through when ``threads`` threads would take one each.
 
-    Longer strips reuse more of the cache, as long as the threads that the device holds remain.
+    Longer strips reuse more of the cache, as long as the threads that the device holds remain, ``resident`` on a
+    multiprocessor.
     """
-    enough = THREADS_PER_MULTIPROCESSOR * current_device().multiprocessors
+    enough = resident * current_device().multiprocessors
     strip = 1
     while strip < min(longest, rows) and threads // (2 * strip) >= enough:
         strip *= 2

@@ -66,6 +66,13 @@ DEVICE u32 lane_equal(u32 a, u32 b) {
 #endif
 #endif
 
+// All bits of the 16-bit halves that are equal, of whole numbers below 0x7c00: as half floats, which compare in pairs.
+DEVICE u32 halves_equal(u32 a, u32 b) {
+    u32 mask;
+    asm("set.eq.u32.f16x2 %0, %1, %2;" : "=r"(mask) : "r"(a), "r"(b));
+    return mask;
+}
+
 // `if_greater` in the lanes where a > b, `otherwise` elsewhere.
 DEVICE u32 lane_select(u32 a, u32 b, u32 if_greater, u32 otherwise) {
     if (PER_WORD == 1) return __uint_as_float(a) > __uint_as_float(b) ? if_greater : otherwise;

@@ -9,9 +9,10 @@
 //                       bytes: x once + y + index; R*S comparisons per output
 // max_pool2d_backward   thread: `strip` tiles below each other, of TILE_H by STRIDE_W pixels that the same windows
 //                       cover. Each pixel gathers, in window order, the gradients of the windows whose maximum it is.
-//                       bytes: dy + index once + dx (+ a gradient that is added, with ADD). Bound by instructions (3x3,
-//                       stride 2: 410 per tile of 8 channels), hence addresses from one line to the next and one
-//                       comparison per tap and channel
+//                       bytes: dy + index once + dx (+ a gradient that is added, with ADD). Of 16-bit types and few
+//                       windows two channels at a time (pool2d_terms.cuh; 3x3, stride 2: 309 instructions per tile of 8
+//                       channels, of 405 one by one), addresses from one line to the next. To carry windows down to the
+//                       next tile, or ask for its own before, took 2 % less, and with a batch norm as long
 // avg_pool2d            as max_pool2d; divisor as in PyTorch: the window clipped to the image, or (count_include_pad)
 //                       to the padded image. bytes: x once + y
 // avg_pool2d_backward   as max_pool2d_backward. bytes: dy once + dx
@@ -21,11 +22,11 @@
 // With NORMALIZED the maximum is over what a ReLU makes of a batch norm's output, which is never written:
 //
 // max_pool2d            x is the batch norm's input; `largest`, as y, gets that of each maximum, for the batch norm's
-//                       sums. Bound by instructions (3x3, stride 2: 374 per output of 8 channels): a row of taps that the
-//                       next window has too is normalised once, and its maximum carried down the strip; its others are
-//                       loaded while the window before is worked on; a column off the image is read, and counts, as the
-//                       next one on it, for a choice between taps and nothing took a quarter of all instructions
-//                       (256x112x112x64 on an H200: 212 us so, 191 without; 159 of bytes, 160 of instructions)
+//                       sums. A row of taps that the next window has too is normalised once, and its maximum carried
+//                       down the strip; what AHEAD windows have besides is on its way through shared memory
+//                       (ahead.cuh; 256x112x112x64 on an H200: 162 us; one window's in registers 193; 159 of bytes); a
+//                       column off the image is read, and counts, as the next one on it, for a choice between taps and
+//                       nothing took a quarter of all instructions (3x3, stride 2: 392 per output of 8 channels)
 // batch_norm_max_pool2d_backward   the batch norm's input gradient from dy, that of y masked by the ReLU: the gather of
 //                       max_pool2d_backward, rounded to T as a pass of its own would, and batch_norm.cu's formula on
 //                       it. bytes: dy + index + x once + dx
@@ -160,6 +161,7 @@ struct Maximum {
 
 #if NORMALIZED
 #include "batch_norm_pool.cuh"
+#include "ahead.cuh"
 
 // Rows that a window has in common with the next: normalised once by a thread that holds the whole window.
 constexpr bool WHOLE = TAP_ROWS == KERNEL_H && TAPS == KERNEL_W && DILATION_H == 1 && DILATION_W == 1;
@@ -209,11 +211,7 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
     // The same of whole windows: in place of a column off the image stands the next on it, under that one's number.
     i64 column[TAPS];
     u32 position[TAPS];
-    const auto load_line = [&](int h, Lanes (&taps)[TAPS]) {
-        const T* line = image + i64(min(max(h, 0), height - 1)) * width * pitch;
-#pragma unroll
-        for (int s = 0; s < TAPS; ++s) taps[s] = load_raw<VEC>(line + column[s]);
-    };
+    const auto line_of = [&](int h) { return image + i64(min(max(h, 0), height - 1)) * width * pitch; };
     const auto line_maximum = [&](const Lanes (&taps)[TAPS], int h) {
         Maximum row(normalized(taps[0]), position[0], taps[0]);
 #pragma unroll
@@ -221,6 +219,21 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) row.best[i] = u32(h) < u32(height) ? row.best[i] : LOWEST;
         return row;
+    };
+    // What a window has and the one before has not.
+    extern __shared__ uint4 memory[];
+    Ahead<AHEAD, ROWS, TAPS, false> ahead(reinterpret_cast<T*>(memory), threadIdx.y * blockDim.x + threadIdx.x,
+                                          blockDim.x * blockDim.y);
+    int asked = p_begin;
+    const auto ask = [&](auto start) {
+        if (asked < p_end)
+#pragma unroll
+            for (int r = 0; r < ROWS; ++r) {
+                const T* line = line_of(asked * STRIDE_H - pad_h + OVERLAP + r);
+#pragma unroll
+                for (int s = 0; s < TAPS; ++s) start(r, s, line + column[s]);
+            }
+        ++asked;
     };
     Maximum carried[OVERLAP > 0 ? OVERLAP : 1];  // of the rows that the window before has, too
     Lanes taps[ROWS][TAPS];                      // with such, of a window's other rows
@@ -233,9 +246,10 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         Lanes above[OVERLAP > 0 ? OVERLAP : 1][TAPS];
         const int h0 = p_begin * STRIDE_H - pad_h;
 #pragma unroll
-        for (int r = 0; r < OVERLAP; ++r) load_line(h0 + r, above[r]);
+        for (int r = 0; r < OVERLAP; ++r)
 #pragma unroll
-        for (int r = 0; r < ROWS; ++r) load_line(h0 + OVERLAP + r, taps[r]);
+            for (int s = 0; s < TAPS; ++s) above[r][s] = load_raw<VEC>(line_of(h0 + r) + column[s]);
+        ahead.fill(ask);
 #pragma unroll
         for (int r = 0; r < OVERLAP; ++r) carried[r] = line_maximum(above[r], h0 + r);
     }
@@ -245,6 +259,7 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
         const int first_r = h0 < 0 ? ceil_div(-h0, DILATION_H) : 0;
         Maximum found(first_r * KERNEL_W + first_s);
 #if NORMALIZED
+        if constexpr (OVERLAP > 0) ahead.take(taps, ask);
 #pragma unroll
         for (int r = 0; r < OVERLAP; ++r) {
             if (r == 0) found = carried[0];
@@ -268,7 +283,6 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
                     Maximum row;
                     if constexpr (OVERLAP > 0) {
                         row = line_maximum(taps[r], h + r);
-                        if (p + 1 < p_end) load_line(h + r + STRIDE_H, taps[r]);  // the next window's
                     } else {
                         row = row_maximum(taps[r], h + r * DILATION_H, s0);
                     }
@@ -306,31 +320,14 @@ max_pool2d(const T* __restrict__ x, T* __restrict__ y, index_t* __restrict__ ind
 }
 
 #else
-struct Window {
-    Raw<T, VEC> dy;
-    Raw<index_t, VEC> place;
-
-    __device__ __forceinline__ Window() {
-#pragma unroll
-        for (int i = 0; i < (VEC * INDEX_BITS + 31) / 32; ++i) place.pairs[i] = 0;
-        const float zeros[VEC] = {};
-        dy = pack<T>(zeros);
-    }
-
-    // The tap that was largest in channel i: a permutation of bytes, for what compilers make of masks and of 64-bit
-    // words costs twice the comparisons.
-    __device__ __forceinline__ u32 tap(int i) const {
-        constexpr int EACH = 32 / INDEX_BITS;
-        return __byte_perm(place.pairs[i / EACH], 0, INDEX_BITS == 8 ? 0x4440 + i % EACH : 0x4410 + i % EACH * 0x22);
-    }
-};
+#include "pool2d_terms.cuh"
 
 // Each pixel gets the sum of the gradients whose maximum it was; `write` says what is made of it.
 template <class Write>
 DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ index, T* __restrict__ dx,
                           const Geometry& g, i64 pitch, Write write) {
     const i64 dy_line = g.out_w * pitch, index_line = i64(g.out_w) * g.channels;
-    gather<Window>(
+    gather<Window, typename Either<PACKED, Terms, Sum>::type>(
         g, dx,
         [&](const Column& at, int a, int up, int left) {
             const i64 first = i64(at.n) * g.out_h * g.out_w + at.b;
@@ -341,12 +338,16 @@ DEVICE void gather_maxima(const T* __restrict__ dy, const index_t* __restrict__ 
             window.place = load_raw<VEC>(place - (up * index_line + left * g.channels));
             return window;
         },
-        [&](const Window& window, int tap, float (&sum)[VEC]) {
-            float gradient[VEC];
-            unpack(window.dy, gradient);
+        [&](const Window& window, int tap, auto& sum) {
+            if constexpr (PACKED) {
+                sum.take(window, tap);
+            } else {
+                float gradient[VEC];
+                unpack(window.dy, gradient);
 #pragma unroll
-            for (int e = 0; e < VEC; ++e)
-                if (window.tap(e) == tap) sum[e] += gradient[e];
+                for (int e = 0; e < VEC; ++e)
+                    if (window.tap(e) == tap) sum.value[e] += gradient[e];
+            }
         },
         write);
 }
@@ -444,7 +445,7 @@ struct Window {
 extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, Geometry g, i64 pitch, int include_pad) {
     await_predecessor();
-    gather<Window>(
+    gather<Window, Sum>(
         g, dx,
         [&](const Column& at, int a, int up, int left) {
             const int p = a - up, q = at.b - left;
@@ -455,11 +456,11 @@ avg_pool2d_backward(const T* __restrict__ dy, T* __restrict__ dx, Geometry g, i6
             window.share = 1.0f / (float(length_h) * float(length_w));
             return window;
         },
-        [&](const Window& window, int, float (&sum)[VEC]) {
+        [&](const Window& window, int, Sum& sum) {
             float gradient[VEC];
             unpack(window.dy, gradient);
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) sum[e] += gradient[e] * window.share;
+            for (int e = 0; e < VEC; ++e) sum.value[e] += gradient[e] * window.share;
         });
 }
 #endif

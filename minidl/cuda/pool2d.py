@@ -20,8 +20,7 @@ from minidl.shapes import Pair, ceil_div, pair, pool_output_size
 ACCUMULATORS = 32  # float registers that a gathering thread may spend on its pixels
 FULL_DEVICE = 2**17  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
 PIXELS_PER_THREAD = 4
-# Backward, of a thread: of eight, two blocks fit a multiprocessor, and loads hardly overlap with the rest (7 % slower).
-NORMALIZED_CHANNELS = 4
+NORMALIZED_AHEAD = 3  # windows below each other of which a thread that normalises has asked for what each adds
 NORMALIZED_STRIP = 8  # rows of a thread that normalises: what it knows of its channels, and a row, serve more of them
 
 
@@ -117,10 +116,15 @@ def _max_pool2d(
     grid, block = row_grid(n * strips, items)
     defines = _defines(x, who, vec, kernel, stride, dilation)
     defines |= {"INDEX_BITS": 8 * index.itemsize, "NORMALIZED": int(normalized)}
+    shared = 0
+    if normalized:
+        defines["AHEAD"] = NORMALIZED_AHEAD
+        if kernel[0] > stride[0] and kernel[1] <= 5 and math.prod(kernel) <= 9 and dilation == (1, 1):
+            shared = NORMALIZED_AHEAD * stride[0] * kernel[1] * math.prod(block) * vec * x.itemsize
     launch(
         "pool2d", "max_pool2d", grid, block, x, y, index, largest, *norm,
         *ints(n * strips, strips, strip, height, width, channels),
-        np.int64(rows(x)[2]), *ints(out_h, out_w, *padding), defines=defines,
+        np.int64(rows(x)[2]), *ints(out_h, out_w, *padding), defines=defines, shared=shared,
     )  # fmt: skip
     return y, index, largest
 
@@ -155,7 +159,7 @@ def batch_norm_max_pool2d_backward(
     assert index.dtype == (np.uint8 if math.prod(kernel) <= 256 else np.uint16), index.dtype
     dx, batch = empty(x.shape, x.dtype), sums is not None
     widest = vector_width(index, *(array for array in (x, moments, gamma, sums) if array is not None))
-    plan = _gather(dy, dx, stride, padding, min(widest, NORMALIZED_CHANNELS), NORMALIZED_STRIP)
+    plan = _gather(dy, dx, stride, padding, widest, NORMALIZED_STRIP)
     defines = _defines(dy, "batch_norm_max_pool2d_backward", plan.vec, kernel, stride, dilation)
     defines |= {"TILE_H": plan.tile_h, "INDEX_BITS": 8 * index.itemsize, "NORMALIZED": 1, "BATCH": int(batch)}
     args = dy, index, x, moments, gamma, sums, count, dx, plan.geometry, np.int64(rows(dy)[2])

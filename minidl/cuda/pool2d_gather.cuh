@@ -16,12 +16,28 @@ struct Column {
     int n, b, c;
 };
 
+// A pixel's sum in float32.
+struct Sum {
+    float value[VEC] = {};
+
+    __device__ __forceinline__ Raw<T, VEC> rounded() const { return pack<T>(value); }
+    __device__ __forceinline__ void plus(const Raw<T, VEC>& other) {
+        float more[VEC];
+        unpack(other, more);
+#pragma unroll
+        for (int i = 0; i < VEC; ++i) value[i] += more[i];
+    }
+};
+
 // Writes sums as they are. `begin` is told the channels that a thread keeps to; `expect`, before the sums of a tile are
 // taken, each of its pixels: row and column in the tile, number among all, place in dx.
 struct Plainly {
     __device__ __forceinline__ void begin(int) {}
     __device__ __forceinline__ void expect(int, int, i64, const T*) {}
-    __device__ __forceinline__ void operator()(int, int, T* place, float (&sum)[VEC]) const { store(place, sum); }
+    template <class Sum>
+    __device__ __forceinline__ void operator()(int, int, T* place, const Sum& sum) const {
+        store_raw(place, sum.rounded());
+    }
 };
 
 #if ADD
@@ -35,12 +51,10 @@ struct Adding {
     __device__ __forceinline__ void expect(int ih, int iw, i64 pixel, const T*) {
         more[ih][iw] = load_raw<VEC>(add + pixel * pitch);
     }
-    __device__ __forceinline__ void operator()(int ih, int iw, T* place, float (&sum)[VEC]) const {
-        float other[VEC];
-        unpack(more[ih][iw], other);
-#pragma unroll
-        for (int i = 0; i < VEC; ++i) sum[i] += other[i];
-        store(place, sum);
+    template <class Sum>
+    __device__ __forceinline__ void operator()(int ih, int iw, T* place, Sum& sum) const {
+        sum.plus(more[ih][iw]);
+        store_raw(place, sum.rounded());
     }
 };
 #endif
@@ -49,7 +63,7 @@ struct Adding {
 // fetch(column, a, up, left) gives what it holds (a default Window is one off the image); then comes
 // add(window, tap, sum) for each pixel of the tile and the window's tap on it, windows in row order; then
 // write(ih, iw, place, sum).
-template <class Window, class Fetch, class Add, class Write = Plainly>
+template <class Window, class Sum, class Fetch, class Add, class Write = Plainly>
 DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, Write write = Write()) {
     const int vectors = g.channels / VEC, lines = TILE_H == 1 ? g.height : ceil_div(g.height + g.pad_h, TILE_H);
     const Place at = place(g.rows, ceil_div(g.width + g.pad_w, STRIDE_W) * vectors);
@@ -79,7 +93,7 @@ DEVICE void gather(const Geometry& g, T* __restrict__ dx, Fetch fetch, Add add, 
                 }
         };
         for_pixels([&](int ih, int iw, i64 number, T* at) { write.expect(ih, iw, number, at); });
-        float sum[TILE_H][STRIDE_W][VEC] = {};
+        Sum sum[TILE_H][STRIDE_W];
         // Window a - j reaches row i of the tile with tap r where r * DILATION_H = phase + i + j * STRIDE_H; columns
         // likewise. j descends, so that windows come in row order.
 #pragma unroll UNROLLED(COVER_H / AHEAD_H)

@@ -15,7 +15,7 @@
 // weights and 48 operations for each output, as the formula has it, take twice as long as the memory.
 #include "common.cuh"
 #include "grid.cuh"
-#include "mma.cuh"
+#include "ahead.cuh"
 
 struct Axis {
     int a, b, d, size, out;
@@ -158,17 +158,6 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
 // READERS: the most outputs that read one input, along a row. HELD of them, of AHEAD rows, are on their way, each
 // thread's through its own part of shared memory: registers that loads are to fill cannot be told apart, so that
 // whoever waits for the oldest waits for all. L1 serves the neighbours, which need half of them too.
-constexpr int VECTOR = VEC * int(sizeof(T));
-
-DEVICE void start_copy(T* to, const T* __restrict__ from) {
-    if constexpr (VECTOR >= 4) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(VECTOR)
-                     : "memory");
-    } else {  // too little for the instruction
-        store_raw(to, load_raw<VEC>(from));
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(256, BLOCKS)
 upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int strips, int strip, int channels,
                     i64 pitch, Axis down, Axis across) {
@@ -200,7 +189,7 @@ upsample2d_backward(const T* __restrict__ dy, T* __restrict__ dx, int rows, int 
     const auto fetch = [&](T* to) {
         if (asked++ < last) {
 #pragma unroll
-            for (int k = 0; k < HELD; ++k) start_copy(to + k * part, from + offset[k]);
+            for (int k = 0; k < HELD; ++k) start_copy<false>(to + k * part, from + offset[k]);
             from += line;
         }
         commit_copies();

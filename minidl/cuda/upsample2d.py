@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.grid import INT_MAX, ints, row_grid, strip_length
+from minidl.cuda.grid import BLOCK, INT_MAX, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.shapes import Pair, ceil_div, resize_axis
@@ -44,10 +44,11 @@ def _readers(axis: np.ndarray, bilinear: int) -> int:
 
 def _resize(name: str, x: Any, y: Any, axes: list[np.ndarray], longest: int, held: int = 0, **defines: int) -> None:
     """``longest``: rows of a thread's strip, at most; ``held``: its vectors in shared memory."""
+    resident = BLOCK * defines.get("BLOCKS", 4)
     vec = min(vector_width(x, y), ACCESS // x.itemsize)
     n, height, width, channels = y.shape
     items = width * (channels // vec)
-    strip = strip_length(n * height * items, height, longest)
+    strip = strip_length(n * height * items, height, longest, resident)
     strips = ceil_div(height, strip)
     strip = ceil_div(height, strips)  # alike, as far as they can be
     grid, block = row_grid(n * strips, items)

@@ -35,7 +35,7 @@ def row_variant(who: str, *arrays: Any, most: int = IN_FLIGHT) -> tuple[dict[str
 
 
 def held_variant(
-    who: str, arrays: tuple[Any, ...], read: int, shared: int | None = None
+    who: str, arrays: tuple[Any, ...], read: int, shared: int | None = None, in_flight: int = ROWS_IN_FLIGHT
 ) -> tuple[dict[str, int | str], int]:
     """`row_variant` for kernels whose threads hold their part of PER rows, of ``read`` arrays, in registers.
 
@@ -43,6 +43,7 @@ def held_variant(
     neither changes a bit.
 
     Args:
+        in_flight: rows of which a thread holds parts, at most.
         shared: runs that a thread takes before more than a warp shares a row; default: as many as it holds.
     """
     count, channels, _ = rows(arrays[0])
@@ -51,7 +52,7 @@ def held_variant(
     lanes = int(defines["LANES"])
     runs = ceil_div(channels, lanes * width)
     held = runs if runs <= (most if defines["VEC"] == width else 1) else 0  # narrow loads fill more registers
-    per = min(most // held, ROWS_IN_FLIGHT) if held and defines["VEC"] == width else 1
+    per = min(most // held, in_flight) if held and defines["VEC"] == width else 1
     if grid < per * current_device().multiprocessors * FULL:
         per = 1
     defines |= {"HELD": held, "PER": per, "WHOLE": int(channels == held * lanes * width)}

@@ -26,25 +26,25 @@ DEVICE void load_affine(const float* moments, const float* gamma, const float* b
     for (int i = 0; i < N; ++i) shift[i] = shift_of(mean[i], scale[i], shift[i]);
 }
 
-// The gradient of a batch norm's input from g, that of its output, of VEC channels: gamma*rstd*(g - level - (x -
+// The gradient of a batch norm's input from g, that of its output, of N channels: gamma*rstd*(g - level - (x -
 // mean)*slope) with level = sums[0]/count and slope = rstd*sums[1]/count; where the moments are constants, not
 // OF_BATCH, gamma*rstd*g. Of 16-bit types g*scale + (x*bend + offset): two instructions of four, that err as their
 // forward pass does (normalize.cuh).
-template <bool OF_BATCH>
+template <bool OF_BATCH, int N = VEC>
 struct InputGradient {
-    float scale[VEC], bend[OF_BATCH ? VEC : 1], offset[OF_BATCH ? VEC : 1], mean[OF_BATCH && !FOLDED ? VEC : 1];
+    float scale[N], bend[OF_BATCH ? N : 1], offset[OF_BATCH ? N : 1], mean[OF_BATCH && !FOLDED ? N : 1];
 
     __device__ __forceinline__ InputGradient() {}
-    __device__ __forceinline__ InputGradient(const float (&means)[VEC], const float (&scales)[VEC],
+    __device__ __forceinline__ InputGradient(const float (&means)[N], const float (&scales)[N],
                                              const float* moments, const double* sums, const double* count,
                                              int channels, int channel) {
         if constexpr (OF_BATCH) {
             load(moments + channels + channel, bend);  // rstd
             const float inverse = inverse_of(*count);
-            const Raw<double, VEC> dy_sum = load_raw<VEC>(sums + channel);
-            const Raw<double, VEC> dy_xhat = load_raw<VEC>(sums + channels + channel);
+            const Raw<double, N> dy_sum = load_raw<N>(sums + channel);
+            const Raw<double, N> dy_xhat = load_raw<N>(sums + channels + channel);
 #pragma unroll
-            for (int i = 0; i < VEC; ++i) {
+            for (int i = 0; i < N; ++i) {
                 offset[i] = float(dy_sum.items[i]) * inverse;
                 bend[i] *= float(dy_xhat.items[i]) * inverse;
                 if constexpr (FOLDED) {
@@ -56,7 +56,21 @@ struct InputGradient {
             }
         }
 #pragma unroll
-        for (int i = 0; i < VEC; ++i) scale[i] = scales[i];
+        for (int i = 0; i < N; ++i) scale[i] = scales[i];
+    }
+
+    // As another block's, or thread's, was made.
+    __device__ __forceinline__ void set(const float (&scales)[N], const float (&means)[N], const float* bends,
+                                        const float* offsets) {
+        if constexpr (OF_BATCH) {
+            load(bends, bend);
+            load(offsets, offset);
+        }
+#pragma unroll
+        for (int i = 0; i < N; ++i) {
+            scale[i] = scales[i];
+            if constexpr (OF_BATCH && !FOLDED) mean[i] = means[i];
+        }
     }
 
     // Of the i-th channel; with `add` on top.

@@ -14,8 +14,10 @@
 //
 // Mapping of the chunk kernels: block (columns, lanes) of at most 256 threads; thread (x, y) owns VEC channels of
 // column tile blockIdx.y and the rows y, y + lanes, ... of chunk blockIdx.x. Three blocks fit a multiprocessor (two
-// with two batch norms, or under activations that are no ReLU), and there are whole rounds of that on 132 of them: a
-// few blocks more would run alone, as long as all others.
+// with two batch norms), and there are whole rounds of that on 132 of them: a few blocks more would run alone, as long
+// as all others. Sums of two arrays have their rows on their way through shared memory (ahead.cuh): behind a SiLU, whose
+// arithmetic is a third of the time, that takes a tenth to a sixth less than loads into registers, and leaves registers
+// for a third block; without an activation it takes as long. Statistics, whose arithmetic is little, took 4 % longer.
 // Mapping of the apply kernels: Share (common.cuh); parameters are loaded once per thread, which takes eight groups of
 // rows where there are many of them (backward, and of two batch norms: 17 % less time at 256x14x14x256). Tried without
 // gain in whole steps on an H200: rows from the last to the first, so that a pass begins where the convolution before
@@ -32,6 +34,7 @@
 
 #include "activation.cuh"
 #include "affine.cuh"
+#include "ahead.cuh"
 #include "chunks.cuh"
 #include "signs.cuh"
 
@@ -195,15 +198,47 @@ typedef u8 Output;
 typedef T Output;
 #endif
 
-extern "C" __global__ void __launch_bounds__(256, NAMED ? 2 : 3)
+extern "C" __global__ void __launch_bounds__(256, 3)
 batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__ x,
                                  const float* __restrict__ moments, const float* __restrict__ gamma,
                                  const float* __restrict__ beta, const Output* __restrict__ y,
                                  T* __restrict__ masked, float* __restrict__ partial, float a, Chunks cut) {
     await_predecessor();
     const Share at = chunk_share(cut, UNROLL);
-    float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
-    if (at.row < at.rows) load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
+    float mean[VEC] = {}, sum[VEC] = {}, product[VEC] = {};
+#if MASK < 2
+    if (at.row < at.rows) {
+        float scale[VEC], shift[VEC];
+        Ahead<AHEAD, 1, 2> ahead(reinterpret_cast<T*>(lanes), threadIdx.y * blockDim.x + threadIdx.x,
+                                 blockDim.x * blockDim.y);
+        int asked = at.row;
+        const auto ask = [&](auto start) {
+            if (asked < at.rows) {
+                start(0, 0, x + row_offset(asked, cut.pitch[0]) + at.channel);
+                start(0, 1, dy + row_offset(asked, cut.pitch[1]) + at.channel);
+            }
+            asked += at.step;
+        };
+        ahead.fill(ask);
+        load_affine(moments, gamma, beta, cut.channels, at.channel, mean, scale, shift);
+#pragma unroll 1
+        for (int row = at.row; row < at.rows; row += at.step) {
+            Raw<T, VEC> raw[1][2];
+            ahead.take(raw, ask);
+            float v[VEC], g[VEC];
+            unpack(raw[0][0], v);
+            unpack(raw[0][1], g);
+#pragma unroll
+            for (int i = 0; i < VEC; ++i) {
+                if (MASK == 1) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
+                sum[i] += g[i];
+                product[i] = fmaf(g[i], v[i] - mean[i], product[i]);
+            }
+        }
+    }
+    __syncthreads();  // what is on its way lies where the lanes leave their sums
+#else
+    if (at.row < at.rows) load(moments + at.channel, mean);
     Raw<T, VEC> raw_dy[UNROLL], raw_x[UNROLL], raw_y[MASK == 2 ? UNROLL : 1];
     u32 positive[MASK == 3 ? UNROLL : 1];
     for_rows<UNROLL>(
@@ -213,7 +248,7 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             raw_dy[u] = load_raw<VEC>(dy + row_offset(row, cut.pitch[1]) + at.channel);
 #if MASK == 2
             raw_y[u] = load_raw<VEC>(y + row_offset(row, cut.pitch[2]) + at.channel);
-#elif MASK == 3
+#else
             positive[u] = load_signs(y, row, cut.channels, at.channel);
 #endif
         },
@@ -224,16 +259,14 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
             if (MASK == 2) unpack(raw_y[u], out);
 #pragma unroll
             for (int i = 0; i < VEC; ++i) {
-                if (MASK == 1) g[i] = behind(g[i], normalize(v[i], mean[i], scale[i], shift[i]), a);
-                v[i] -= mean[i];
-                if (MASK == 2) g[i] = out[i] > 0.0f ? g[i] : 0.0f;
-                if (MASK == 3) g[i] = positive[MASK == 3 ? u : 0] & 1u << i ? g[i] : 0.0f;
+                const bool passed = MASK == 2 ? out[i] > 0.0f : positive[MASK == 3 ? u : 0] >> i & 1u;
+                g[i] = passed ? g[i] : 0.0f;
                 sum[i] += g[i];
-                product[i] = fmaf(g[i], v[i], product[i]);
+                product[i] = fmaf(g[i], v[i] - mean[i], product[i]);
             }
-            if (MASK >= 2) store(masked + row_offset(row, cut.channels) + at.channel, g);
+            store(masked + row_offset(row, cut.channels) + at.channel, g);
         });
-
+#endif
     leave_sums(sum, product, partial, cut);
 }
 
@@ -244,7 +277,8 @@ batch_norm_backward_stats_kernel(const T* __restrict__ dy, const T* __restrict__
 
 // dx = gamma*rstd*(dy - sums[0]/count - (x - mean)*rstd*sums[1]/count) (+ add); without sums (BATCH 0): gamma*rstd*dy,
 // and x is read for the slope only. ADD, BATCH: 0 or 1. MASK: 0; 1: dy is the gradient behind FUNCTION, whose slope is
-// recomputed from x.
+// recomputed from x. TABLE: a block works out once what its lanes know of their channels, for which each would read 272
+// bytes beside as few as 96 of rows (14x14x256 and 32 images on an H200: 4.8 us, so 5.8; 56x56x64 and 256: 76, 78).
 #if __CUDA_ARCH__ >= 900
 // NVRTC 13.0 would spill under tanh in float16, and under hardswish with a sum.
 constexpr int RESIDENT = BATCH && NAMED && (ADD || DTYPE == 2) ? 2 : BATCH || MASK ? 3 : 4;
@@ -260,7 +294,11 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
                                  float a, int channels, Walk walk) {
     await_predecessor();
     const Share at(walk, UNROLL);
+#if TABLE
+    extern __shared__ __align__(16) float table[];  // five numbers for each channel of the tile
+#else
     if (at.row >= at.rows) return;
+#endif
     float scale[VEC], mean[VEC], shift[VEC];
     InputGradient<BATCH> gradient;
     Raw<T, VEC> raw_dy[UNROLL], raw_x[BATCH || MASK ? UNROLL : 1], more[ADD ? UNROLL : 1];
@@ -272,8 +310,28 @@ batch_norm_backward_apply_kernel(const T* __restrict__ dy, const T* __restrict__
             if (ADD) more[u] = load_raw<VEC>(add + row_offset(row, walk.pitch[3]) + at.channel);
         },
         [&] {
+#if TABLE
+            const int width = blockDim.x * VEC, first = blockIdx.y * width, slot = threadIdx.x * VEC;
+            float *scales = table, *shifts = scales + width, *bends = shifts + width, *offsets = bends + width;
+            float* means = offsets + width;
+            const int last = min(width, channels - first), threads = blockDim.x * blockDim.y;
+            for (int c = threadIdx.y * blockDim.x + threadIdx.x; c < last; c += threads) {
+                float m[1], s[1], b[1];
+                load_affine(moments, gamma, beta, channels, first + c, m, s, b);
+                const InputGradient<BATCH, 1> one(m, s, moments, sums, count, channels, first + c);
+                scales[c] = s[0], shifts[c] = b[0], means[c] = m[0];
+                if (BATCH) bends[c] = one.bend[0], offsets[c] = one.offset[0];
+            }
+            __syncthreads();
+            if (at.row >= at.rows) return;
+            load(scales + slot, scale);
+            load(shifts + slot, shift);
+            load(means + slot, mean);
+            gradient.set(scale, mean, bends + slot, offsets + slot);
+#else
             load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
             gradient = InputGradient<BATCH>(mean, scale, moments, sums, count, channels, at.channel);
+#endif
         },
         [&](int u, int row) {
             float g[VEC], v[VEC] = {}, z[VEC] = {};

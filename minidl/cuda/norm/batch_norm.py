@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -23,10 +24,14 @@ THREADS = 256
 # Three blocks, what the registers of a multiprocessor hold, on each of 132: with a few more, those would run alone.
 # Part of the cut, hence of the result's bits.
 TARGET_BLOCKS = 396
-PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once, and under activations other than a ReLU
+PAIR_BLOCKS = 264  # of kernels of which two fit: of two batch norms at once
 LEAST_CHUNK_ROWS = 128  # keeps partial results below five per cent of the bytes read
 MOST_ROWS_PER_THREAD = 64  # how many terms a float32 sum may have before it is merged in float64
-UNROLL = 8  # rows that a thread has in flight; half as many of two arrays, a quarter with a ReLU's mask
+UNROLL = 8  # rows that a thread has in flight
+AHEAD = 4  # and of two arrays, through shared memory
+UNROLL_MASKED = {2: 2, 3: 3}  # and where the output, or its signs, are read besides and a gradient is written
+TABLE_BYTES = 20  # of a channel
+SHARED_LANES = 8  # from so many on the lanes of a block share what they know of their channels: of four each is faster
 
 
 class Chunks(NamedTuple):
@@ -67,7 +72,13 @@ def cut_rows(
         rounds += 1
         wanted = max(1, rounds * blocks // ideal_tiles)
         per_thread = shapes.round_up(shapes.ceil_div(count, wanted * lanes), 4)
-    chunk_rows = lanes * max(per_thread, 8 // pixels, LEAST_CHUNK_ROWS // pixels // lanes)
+    # Where that leaves multiprocessors without a block, half as many are worth their partial results.
+    least = (
+        LEAST_CHUNK_ROWS
+        if ideal_tiles * count * pixels > TARGET_BLOCKS // 3 * LEAST_CHUNK_ROWS
+        else LEAST_CHUNK_ROWS // 2
+    )
+    chunk_rows = lanes * max(per_thread, 8 // pixels, least // pixels // lanes)
     chunks = shapes.ceil_div(count, chunk_rows)
 
     vectors = channels // vec
@@ -256,14 +267,15 @@ def _backward_stats(
     output = y if mask == 2 else None  # of signs a thread takes the byte, or the part of one, that is of its vector
     vec = vector_width(*(array for array in (x, dy, moments, gamma, beta, output, masked) if array is not None))
     pitches = x_pitch, rows(dy)[2], 0 if output is None else rows(y)[2]
-    blocks = TARGET_BLOCKS if function == "relu" else PAIR_BLOCKS
-    cut = cut_rows(count, channels, x.itemsize, vec, *pitches, blocks)
+    cut = cut_rows(count, channels, x.itemsize, vec, *pitches)
     partial = empty((cut.chunks, 2, channels), float32)
-    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "UNROLL": UNROLL // (4 if mask else 2), "MASK": mask}
+    defines = {"BACKWARD_STATS": 1, "DTYPE": code, "VEC": vec, "MASK": mask}
+    defines |= {"UNROLL": UNROLL_MASKED[mask]} if mask > 1 else {"UNROLL": 1, "AHEAD": AHEAD, **_masking(function)}
+    ahead = 0 if mask > 1 else 2 * AHEAD * math.prod(cut.block) * vec * x.itemsize
     launch(
         "batch_norm", "batch_norm_backward_stats_kernel", cut.grid, cut.block,
         dy, x, moments, gamma, beta, y, masked, partial, np.float32(slope), cut.argument,
-        defines=defines | _masking(function), shared=cut.shared,
+        defines=defines, shared=max(ahead, cut.shared),
     )  # fmt: skip
     return batch_norm_backward_sums(partial, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
@@ -345,12 +357,12 @@ def _backward_apply(
     plan = walk_channels(*arrays, unroll=2, lasting=True, parameters=parameters)
     defines = {
         "BACKWARD_APPLY": 1, "DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll,
-        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask,
+        "ADD": int(add is not None), "BATCH": int(batch), "MASK": mask, "TABLE": int(plan.block[1] >= SHARED_LANES),
     } | _masking(function)  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
         dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), int32(channels), plan.argument,
-        defines=defines,
+        defines=defines, shared=TABLE_BYTES * plan.block[0] * plan.vec if defines["TABLE"] else 0,
     )  # fmt: skip
     return dx
 

@@ -45,9 +45,10 @@ struct NormalizedBackward {
 #endif
     }
 
-    __device__ __forceinline__ void operator()(int ih, int iw, T* place, float (&sum)[VEC]) const {
+    template <class Sum>
+    __device__ __forceinline__ void operator()(int ih, int iw, T* place, const Sum& sum) const {
         float g[VEC], v[VEC] = {};
-        unpack(pack<T>(sum), g);  // as rounded by the pass that it replaces
+        unpack(sum.rounded(), g);  // as rounded by the pass that it replaces
         if (BATCH) unpack(raw[ih][iw], v);
 #pragma unroll
         for (int i = 0; i < VEC; ++i) g[i] = gradient(i, g[i], v[i]);

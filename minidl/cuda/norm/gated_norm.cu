@@ -12,10 +12,11 @@
 //   sum dy*s*(x - m) = gate * sum dz*s*(x - m) + dmean/pixels * sum s*(x - m)
 // and one pass over dz and x leaves these four beside sum dz*y, the gradient of the gate.
 //
-// gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: LANES x 256/LANES
-//   threads; a thread owns VEC neighbouring channels and each (256/LANES)-th pixel of a chunk. Grid: tiles of LANES*VEC
-//   channels, then chunks, then samples. partials (SUMS, chunks, samples, C) float; chunks and LANES depend on the
-//   sizes alone. WHOLE: a sample is one chunk; then the results are written at once.
+// gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: columns x lanes, up to 256
+//   threads; a thread owns VEC neighbouring channels and each lanes-th pixel of a chunk. Grid: tiles of columns*VEC
+//   channels, then chunks, then groups of `each` samples, which a block takes one after the other: the next one's first
+//   pixels are on their way (ahead.cuh) while its lanes add up. partials (SUMS, chunks, samples, C) float; chunks and
+//   lanes depend on the sizes alone. WHOLE: a sample is one chunk; then the results are written at once.
 // gated_norm_merge   Chunks in their order, a thread for each sample and channel: the means; or dgate, and
 //   parts (samples, 4, C) float.
 // gated_norm_parts   parts (samples, 2, C) float of the batch norm's two sums, as batch_norm_backward_merge takes them.
@@ -24,7 +25,9 @@
 // Cost, s = sizeof(T), per element: sums s bytes, 2s where there are five; apply 2s; backward_apply 3s. In place of the
 // 2s + s + 2s forward and 2s + 2s + 2s + 3s backward of activation, means, product, gate gradient, its sum with that of
 // the means, and a batch norm behind an activation. Floor on an H200 at 4.2 TB/s, bf16, per million elements: 0.48,
-// 0.95, 0.95, 1.43 us.
+// 0.95, 0.95, 1.43 us. A SiLU's sums take two special functions for each element, of which a multiprocessor makes 16 a
+// clock: as long as reading two bytes; three for two elements, on one denominator, leave memory the slower. Sums: 17
+// instructions for two elements forward, 20 for each backward, and 2 of how they come.
 #include "activation.cuh"
 #include "affine.cuh"
 
@@ -34,18 +37,32 @@ DEVICE float slope(float dy, float z, float y, float a) {
     return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a);
 }
 
-// FUNCTION at z, and its slope there. Special functions, four for each value of a SiLU, would take longer than memory
-// does.
+// FUNCTION at z, its slope there, and that times g: what it cuts off is dropped, not multiplied. Of a SiLU, which cuts
+// off nothing, from one logistic function: special functions, four for each value, would take longer than memory does.
 template <class F>
-DEVICE void both(float z, float a, float& y, float& s) {
+DEVICE void all(float g, float z, float a, float& y, float& slope, float& of) {
     y = F::value(z, a);
-    s = F::gradient(1.0f, F::KEEPS_OUTPUT ? y : z, a);
+    slope = F::gradient(1.0f, F::KEEPS_OUTPUT ? y : z, a);
+    of = slope == 0.0f ? 0.0f : g * slope;
 }
 template <>
-__device__ __forceinline__ void both<silu>(float z, float, float& y, float& s) {
+__device__ __forceinline__ void all<silu>(float g, float z, float, float& y, float& slope, float& of) {
     const Swish at(z);
     y = z * at.of;
-    s = at.slope;
+    slope = at.slope;
+    of = g * slope;
+}
+
+// FUNCTION at z and at w, added up. Of a SiLU on one denominator: a reciprocal less, for special functions would take
+// as long as memory does. Where the exponential is held back the value is below 1e-17 of z.
+template <class F>
+DEVICE float sum_of_two(float z, float w, float a) { return F::value(z, a) + F::value(w, a); }
+template <>
+__device__ __forceinline__ float sum_of_two<silu>(float z, float w, float) {
+    constexpr float scale = -1.4426950408889634f, most = 62.0f;
+    const float p = 1.0f + two_to_the(clamp_above(z * scale, most));
+    const float q = 1.0f + two_to_the(clamp_above(w * scale, most));
+    return fmaf(z, q, w * p) * reciprocal(p * q);
 }
 
 // The k-th sum of a sample and channel.
@@ -56,84 +73,103 @@ DEVICE void finish(T* out, float* parts, int k, float sum, float factor, int sam
 
 #if defined(SUMS)
 
-#include "sample_cut.cuh"
+#include "ahead.cuh"
+
+// How the pixels of each sample are cut into chunks, and how many samples a block takes (gated_norm.py).
+struct Cut {
+    int pitch[2];
+    int pixels, chunk, chunks, channels, samples, each, tiles;
+};
 
 constexpr bool BACK = SUMS > 1;
+constexpr int PIXELS = BACK ? 1 : 2;  // that a thread works on at a time
 
-extern "C" __global__ void __launch_bounds__(256, BACK ? FEW : 4)
+extern "C" __global__ void __launch_bounds__(256, BACK ? 2 : 3)
 gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* __restrict__ moments,
                 const float* __restrict__ gamma, const float* __restrict__ beta, float* __restrict__ partials,
                 T* __restrict__ out, float* __restrict__ parts, float a, float factor, Cut cut) {
     await_predecessor();
-    __shared__ float scratch[WARPS][SUMS][WIDTH];
-    const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles;
-    const int chunk = at % cut.chunks, sample = at / cut.chunks;
-    const int slot = threadIdx.x % LANES * VEC, depth = threadIdx.x / LANES;
-    const int channel = tile * WIDTH + slot;
-    const int first = chunk * cut.chunk, last = min(first + cut.chunk, cut.pixels);
+    extern __shared__ __align__(16) float scratch[];  // [sum][lane][channel of the tile]; behind it what is on its way
+    const int threads = blockDim.x * blockDim.y, thread = threadIdx.y * blockDim.x + threadIdx.x;
+    const int width = blockDim.x * VEC, slot = threadIdx.x * VEC, lanes = blockDim.y;
+    const int tile = blockIdx.x % cut.tiles, at = blockIdx.x / cut.tiles, chunk = at % cut.chunks;
+    const int channel = tile * width + slot, begin = at / cut.chunks * cut.each;
+    const int end = min(begin + cut.each, cut.samples);
+    const int first = chunk * cut.chunk + threadIdx.y, last = min(chunk * cut.chunk + cut.chunk, cut.pixels);
+    const bool some = channel < cut.channels && first < last;
 
-    float sum[SUMS][VEC] = {};
-    if (channel < cut.channels) {
-        const T* left = x + i64(sample) * cut.pixels * cut.pitch[0] + channel;
-        const T* right = BACK ? dz + i64(sample) * cut.pixels * cut.pitch[1] + channel : nullptr;
-        float mean[VEC], scale[VEC], shift[VEC];
-        load_affine(moments, gamma, beta, cut.channels, channel, mean, scale, shift);
-        for (int p = first + depth; p < last; p += UNROLL * DEEP) {
-            Raw<T, VEC> raw[UNROLL], more[BACK ? UNROLL : 1];
+    Ahead<AHEAD, PIXELS, BACK ? 2 : 1> ahead(reinterpret_cast<T*>(scratch + SUMS * lanes * width), thread, threads);
+    int asked = begin, pixel = first;  // sample and pixel that are to be asked for
+    const auto ask = [&](auto start) {
+        if (asked < end)
 #pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                if (p + u * DEEP >= last) break;
-                raw[u] = load_raw<VEC>(left + (p + u * DEEP) * cut.pitch[0]);
-                if (BACK) more[u] = load_raw<VEC>(right + (p + u * DEEP) * cut.pitch[1]);
-            }
-#pragma unroll
-            for (int u = 0; u < UNROLL; ++u) {
-                if (p + u * DEEP >= last) break;
-                float v[VEC], g[VEC] = {};
-                unpack(raw[u], v);
-                if (BACK) unpack(more[u], g);
-#pragma unroll
-                for (int e = 0; e < VEC; ++e) {
-                    const float z = normalize(v[e], mean[e], scale[e], shift[e]);
-#if SUMS == 1
-                    sum[0][e] += FUNCTION::value(z, a);
-#else
-                    float y, one;
-                    both<FUNCTION>(z, a, y, one);
-                    const float d = v[e] - mean[e], of = one == 0.0f ? 0.0f : g[e] * one;  // what is cut off is dropped
-                    sum[0][e] = fmaf(g[e], y, sum[0][e]);
-                    sum[1][e] += of;
-                    sum[2][e] += one;
-                    sum[3][e] = fmaf(of, d, sum[3][e]);
-                    sum[4][e] = fmaf(one, d, sum[4][e]);
-#endif
+            for (int e = 0; e < PIXELS; ++e, pixel += lanes)
+                if (pixel < last) {
+                    const int row = asked * cut.pixels + pixel;
+                    start(e, 0, x + row_offset(row, cut.pitch[0]) + channel);
+                    if (BACK) start(e, 1, dz + row_offset(row, cut.pitch[1]) + channel);
                 }
-            }
-        }
+        if (pixel >= last) pixel = first, ++asked;
+    };
+    float mean[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
+    if (some) {
+        ahead.fill(ask);
+        load_affine(moments, gamma, beta, cut.channels, channel, mean, scale, shift);
     }
-    // Depths within a warp, then warps in their order.
+#pragma unroll 1
+    for (int sample = begin; sample < end; ++sample) {
+        float sum[SUMS][VEC] = {};
+#pragma unroll 1
+        for (int p = first; some && p < last; p += PIXELS * lanes) {
+            Raw<T, VEC> raw[PIXELS][BACK ? 2 : 1];
+            ahead.take(raw, ask);
+            float v[VEC], w[VEC];
+            unpack(raw[0][0], v);
+#if SUMS == 1
+            unpack(raw[1][0], w);
+            if (p + lanes < last) {
 #pragma unroll
-    for (int k = 0; k < SUMS; ++k)
+                for (int e = 0; e < VEC; ++e)
+                    sum[0][e] += sum_of_two<FUNCTION>(normalize(v[e], mean[e], scale[e], shift[e]),
+                                                      normalize(w[e], mean[e], scale[e], shift[e]), a);
+            } else {
 #pragma unroll
-        for (int e = 0; e < VEC; ++e) {
+                for (int e = 0; e < VEC; ++e)
+                    sum[0][e] += FUNCTION::value(normalize(v[e], mean[e], scale[e], shift[e]), a);
+            }
+#else
+            unpack(raw[0][1], w);
 #pragma unroll
-            for (int offset = LANES; offset < 32; offset *= 2)
-                sum[k][e] += __shfl_xor_sync(0xffffffffu, sum[k][e], offset);
-            if (threadIdx.x % 32 < LANES) scratch[threadIdx.x / 32][k][slot + e] = sum[k][e];
+            for (int e = 0; e < VEC; ++e) {
+                const float z = normalize(v[e], mean[e], scale[e], shift[e]), d = v[e] - mean[e];
+                float y, one, of;
+                all<FUNCTION>(w[e], z, a, y, one, of);
+                sum[0][e] = fmaf(w[e], y, sum[0][e]);
+                sum[1][e] += of;
+                sum[2][e] += one;
+                sum[3][e] = fmaf(of, d, sum[3][e]);
+                sum[4][e] = fmaf(one, d, sum[4][e]);
+            }
+#endif
         }
-    __syncthreads();
-    const int c = tile * WIDTH + threadIdx.x;
-    if (threadIdx.x >= WIDTH || c >= cut.channels) return;
-    const i64 stride = i64(cut.samples) * cut.channels, to = chunk * stride + i64(sample) * cut.channels + c;
+        // Lanes in their order.
+        if (sample > begin) __syncthreads();  // the sample before has been read
 #pragma unroll
-    for (int k = 0; k < SUMS; ++k) {
-        float all = scratch[0][k][threadIdx.x];
+        for (int k = 0; k < SUMS; ++k) store(scratch + (k * lanes + threadIdx.y) * width + slot, sum[k]);
+        __syncthreads();
+        for (int c = thread; c < width; c += threads) {
+            const int to = tile * width + c;
+            if (to >= cut.channels) break;
+            float all[SUMS] = {};
+#pragma unroll 4
+            for (int lane = 0; lane < lanes; ++lane)
 #pragma unroll
-        for (int warp = 1; warp < WARPS; ++warp) all += scratch[warp][k][threadIdx.x];
-        if (WHOLE) {
-            finish(out, parts, k, all, factor, sample, cut.channels, c);
-        } else {
-            partials[k * cut.chunks * stride + to] = all;
+                for (int k = 0; k < SUMS; ++k) all[k] += scratch[(k * lanes + lane) * width + c];
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) {
+                if (WHOLE) finish(out, parts, k, all[k], factor, sample, cut.channels, to);
+                else partials[(i64(k * cut.chunks + chunk) * cut.samples + sample) * cut.channels + to] = all[k];
+            }
         }
     }
 }
@@ -177,7 +213,7 @@ gated_norm_parts(const float* __restrict__ four, const T* __restrict__ gate, con
 
 #if defined(APPLY)
 
-extern "C" __global__ void __launch_bounds__(256, 4)
+extern "C" __global__ void __launch_bounds__(256, 3)
 gated_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, const float* __restrict__ gamma,
                  const float* __restrict__ beta, const T* __restrict__ gate, T* __restrict__ z, float a, int samples,
                  int channels, Walk walk) {
@@ -185,13 +221,15 @@ gated_norm_apply(const T* __restrict__ x, const float* __restrict__ moments, con
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC], factor[VEC];
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-    load(gate + i64(at.sample) * channels + at.channel, factor);
     x += at.base(walk, walk.pitch[0]);
     z += at.base(walk, walk.pitch[1]);
     Raw<T, VEC> raw[UNROLL];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, true>(
         at, [&](int u, int row) { raw[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[0])); },
+        [&] {
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
+            load(gate + i64(at.sample) * channels + at.channel, factor);
+        },
         [&](int u, int row) {
             float v[VEC];
             unpack(raw[u], v);
@@ -216,31 +254,33 @@ gated_norm_backward_apply(const T* __restrict__ dz, const T* __restrict__ x, con
     const SampleShare at(walk, samples);
     if (at.row >= at.rows) return;
     float mean[VEC], scale[VEC], shift[VEC], level[VEC] = {}, bend[VEC] = {}, factor[VEC], added[VEC];
-    if (BATCH) {
-        load(moments + channels + at.channel, scale);
-        const float inverse = float(1.0 / *count);
-        const Raw<double, VEC> one = load_raw<VEC>(sums + at.channel),
-                               two = load_raw<VEC>(sums + channels + at.channel);
-#pragma unroll
-        for (int e = 0; e < VEC; ++e) {
-            level[e] = float(one.items[e]) * inverse;
-            bend[e] = scale[e] * (float(two.items[e]) * inverse);
-        }
-    }
-    load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
-    load(gate + i64(at.sample) * channels + at.channel, factor);
-    load(dmean + i64(at.sample) * channels + at.channel, added);
-#pragma unroll
-    for (int e = 0; e < VEC; ++e) added[e] *= share;
     dz += at.base(walk, walk.pitch[0]);
     x += at.base(walk, walk.pitch[1]);
     dx += at.base(walk, walk.pitch[2]);
     Raw<T, VEC> raw_dz[UNROLL], raw_x[UNROLL];
-    for_rows<UNROLL>(
+    for_rows_prepared<UNROLL, true>(
         at,
         [&](int u, int row) {
             raw_dz[u] = load_raw<VEC>(dz + row_offset(row, walk.pitch[0]));
             raw_x[u] = load_raw<VEC>(x + row_offset(row, walk.pitch[1]));
+        },
+        [&] {
+            if (BATCH) {
+                load(moments + channels + at.channel, scale);
+                const float inverse = inverse_of(*count);
+                const Raw<double, VEC> one = load_raw<VEC>(sums + at.channel),
+                                       two = load_raw<VEC>(sums + channels + at.channel);
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    level[e] = float(one.items[e]) * inverse;
+                    bend[e] = scale[e] * (float(two.items[e]) * inverse);
+                }
+            }
+            load_affine(moments, gamma, beta, channels, at.channel, mean, scale, shift);
+            load(gate + i64(at.sample) * channels + at.channel, factor);
+            load(dmean + i64(at.sample) * channels + at.channel, added);
+#pragma unroll
+            for (int e = 0; e < VEC; ++e) added[e] *= share;
         },
         [&](int u, int row) {
             float g[VEC], v[VEC];

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import math
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -12,14 +14,59 @@ from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_backward_sums
-from minidl.cuda.norm.group_norm import BLOCK, cut_pixels
-from minidl.cuda.rows import dtype_code, rows, vectors, walk_samples
+from minidl.cuda.rows import ROW_LIMIT, dtype_code, rows, vector_width, vectors, walk_samples
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
 FORWARD, BACKWARD = 1, 5  # sums that a pass takes
-GROUPS = 4  # of pixels that a thread normalises: what it reads of the parameters costs little
-UNROLL, VALUES = 4, 4  # vectors that a thread has in flight, of so many values: parameters and sums fill its registers
+THREADS = 256
+TARGET_BLOCKS = 264  # two on each of 132 multiprocessors; part of the cut
+AHEAD = 3  # groups of pixels on their way, of two forward, of one of two arrays backward
+WIDEST = 32  # vectors of a block along the channels
+MOST_PER_THREAD = 128  # terms of a float32 sum
+# What a block takes besides its pixels, and a second kernel for chunks, in pixels of a thread.
+BLOCK_PIXELS, MERGE_PIXELS = 4, 6
+GATE = {"unroll": 4, "groups": 4}  # pixels that a thread has in flight under a gate, and how many such groups it takes
+NARROW = 4  # values of a vector there: parameters fill the registers of wider ones
+
+_CUT = np.dtype([("pitch", np.int32, 2), *((name, np.int32) for name in
+                 ("pixels", "chunk", "chunks", "channels", "samples", "each", "tiles"))])  # fmt: skip
+
+
+class Cut(NamedTuple):
+    """How the pixels of each sample are cut into chunks, channels into tiles, and samples dealt to blocks."""
+
+    grid: int
+    block: tuple[int, int]
+    chunks: int
+    argument: np.ndarray
+
+
+@functools.lru_cache(maxsize=4096)
+def cut_samples(samples: int, pixels: int, channels: int, itemsize: int, vec: int, pitches: tuple[int, int]) -> Cut:
+    """Chunks and lanes follow from the sizes alone: neither the device nor an array's alignment changes a bit."""
+    assert samples * pixels < ROW_LIMIT, (samples, pixels)
+    vectors = ceil_div(channels, 16 // itemsize)
+    tiles = ceil_div(vectors, WIDEST)
+    lanes = min(THREADS // ceil_div(vectors, tiles), pixels)
+    lanes = ceil_div(pixels, ceil_div(pixels, lanes))
+    blocks = samples * tiles
+
+    def time(chunks: int) -> int:
+        rounds = ceil_div(blocks * chunks, TARGET_BLOCKS)
+        return rounds * (ceil_div(ceil_div(pixels, chunks), lanes) + BLOCK_PIXELS) + MERGE_PIXELS * (chunks > 1)
+
+    least = ceil_div(pixels, lanes * MOST_PER_THREAD)
+    most = max(least, min(ceil_div(pixels, lanes * 2 * BLOCK_PIXELS), 4 * least + 16))
+    chunk = ceil_div(pixels, min(range(least, most + 1), key=time))
+    chunks = ceil_div(pixels, chunk)
+    # Narrower vectors: as many lanes of fewer channels.
+    tiles = ceil_div(channels // vec, THREADS // lanes)
+    columns = ceil_div(channels // vec, tiles)
+    each = ceil_div(samples * tiles * chunks, TARGET_BLOCKS)
+    argument = np.array([(pitches, pixels, chunk, chunks, channels, samples, each, tiles)], _CUT)
+    argument.setflags(write=False)
+    return Cut(tiles * chunks * ceil_div(samples, each), (columns, lanes), chunks, argument)
 
 
 def batch_norm_means(x: Any, moments: Any, gamma: Any, beta: Any, function: str, slope: float = 0.0) -> Any:
@@ -34,7 +81,7 @@ def batch_norm_gate(x: Any, moments: Any, gamma: Any, beta: Any, gate: Any, func
     if x.size:
         n, channels = x.shape[0], x.shape[-1]
         parameters = moments, gamma, beta, gate
-        plan = walk_samples(x, z, samples=n, **_walk(x), parameters=parameters)
+        plan = walk_samples(x, z, samples=n, **GATE, access=NARROW * x.itemsize, parameters=parameters)
         defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function), "APPLY": 1}
         args = *parameters, z, np.float32(slope), *ints(n, channels), plan.argument
         launch("gated_norm", "gated_norm_apply", plan.grid, plan.block, x, *args, defines=defines)
@@ -60,7 +107,7 @@ def batch_norm_gate_backward_stats(
     if parts.size:
         defines = {"DTYPE": dtype_code(gate, "batch_norm_gate"), "PARTS": 1, **_NO_VECTORS}
         args = sums, gate, dmean, parts, *ints(n * channels, channels), np.float32(1 / pixels)
-        launch("gated_norm", "gated_norm_parts", ceil_div(n * channels, BLOCK), BLOCK, *args, defines=defines)
+        launch("gated_norm", "gated_norm_parts", ceil_div(n * channels, THREADS), THREADS, *args, defines=defines)
     return batch_norm_backward_sums(parts, moments, dgamma=dgamma, dbeta=dbeta, accumulate=accumulate)
 
 
@@ -75,7 +122,7 @@ def batch_norm_gate_backward_apply(
     if x.size:
         n, channels = x.shape[0], x.shape[-1]
         parameters = moments, gamma, beta, gate, dmean, sums
-        plan = walk_samples(dz, x, dx, samples=n, **_walk(x), parameters=parameters)
+        plan = walk_samples(dz, x, dx, samples=n, **GATE, access=NARROW * x.itemsize, parameters=parameters)
         defines = {"DTYPE": code, "VEC": plan.vec, "UNROLL": plan.unroll, "FUNCTION": struct_of(function)}
         args = *parameters, count, dx, np.float32(slope), np.float32(n / rows(x)[0]), *ints(n, channels), plan.argument
         launch(
@@ -86,10 +133,6 @@ def batch_norm_gate_backward_apply(
 
 
 _NO_VECTORS = {"VEC": 1, "UNROLL": 1, "FUNCTION": "silu"}  # which the small kernels do not look at
-
-
-def _walk(x: Any) -> dict[str, int]:
-    return {"unroll": UNROLL, "groups": GROUPS, "access": VALUES * x.itemsize}
 
 
 def _sums(
@@ -103,16 +146,24 @@ def _sums(
         return zeros(shape, x.dtype), zeros(rest, float32)
     dz = None if dz is None else as_rows(dz)
     out, parts = empty(shape, x.dtype), empty(rest, float32) if many > 1 else None
-    cut = cut_pixels(x, dz, n, access=VALUES * x.itemsize, parameters=(moments, gamma, beta))
+    count, _, pitch = rows(x)
+    arrays = (x,) if dz is None else (x, dz)
+    vec = vector_width(*arrays, *(one for one in (moments, gamma, beta) if one is not None))
+    cut = cut_samples(n, count // n, channels, x.itemsize, vec, (pitch, pitch if dz is None else rows(dz)[2]))
     whole = cut.chunks == 1
     partials = None if whole else empty((many, cut.chunks, n * channels), float32)
-    factor = np.float32(1.0 if many > 1 else n / rows(x)[0])
-    defines = cut.defines | {"UNROLL": UNROLL, "SUMS": many, "WHOLE": int(whole), "FUNCTION": struct_of(function)}
+    factor = np.float32(1.0 if many > 1 else n / count)
+    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "AHEAD": AHEAD, "WHOLE": int(whole)}
     args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
-    launch("gated_norm", "gated_norm_sums", cut.grid, BLOCK, *args, defines=defines)
+    # Sums of each lane; two pixels forward, or two arrays backward, in each group on its way.
+    shared = math.prod(cut.block) * vec * (4 * many + 2 * AHEAD * x.itemsize)
+    launch(
+        "gated_norm", "gated_norm_sums", cut.grid, cut.block, *args, shared=shared,
+        defines=defines | {"FUNCTION": struct_of(function)},
+    )  # fmt: skip
     if not whole:
         launch(
-            "gated_norm", "gated_norm_merge", ceil_div(n * channels, BLOCK), BLOCK, partials, out, parts,
+            "gated_norm", "gated_norm_merge", ceil_div(n * channels, THREADS), THREADS, partials, out, parts,
             *ints(n * channels, channels, cut.chunks), factor, defines={"DTYPE": code, "MERGED": many, **_NO_VECTORS},
         )  # fmt: skip
     return out, parts

@@ -25,7 +25,15 @@
 
 #if defined(KIND)
 
-#include "sample_cut.cuh"
+// The pixels of each sample in chunks, channels in tiles, as planned by `sample_sums` of group_norm.py.
+struct Cut {
+    i64 pitch[2];
+    int pixels, chunk, chunks, channels, samples, tiles, group, groups;
+};
+
+constexpr int DEEP = 256 / LANES;  // pixels that a block reads at a time
+constexpr int WIDTH = LANES * VEC;
+constexpr int WARPS = 256 / 32;
 
 // Sums, or moments of `count` values, of a channel.
 struct Gathered {

@@ -42,33 +42,17 @@ class Partials(NamedTuple):
         sum_partials(parts, parts.shape[0], out, accumulate)
 
 
-class PixelCut(NamedTuple):
-    """How the pixels of each sample are cut into chunks, and the channels into tiles; see sample_cut.cuh."""
-
-    grid: int
-    chunks: int
-    chunk: int
-    defines: dict[str, int]
-    argument: np.ndarray
-
-
-def cut_pixels(
-    a: Any, b: Any | None, samples: int, groups: int = 1, access: int = ACCESS, parameters: tuple[Any, ...] = ()
-) -> PixelCut:
-    """The cut for sums over ``a`` and ``b`` (rows, C) pitched.
+def sample_sums(kind: int, a: Any, b: Any | None, moments: Any | None, samples: int, groups: int = 1) -> Partials:
+    """Sums over chunks of the pixels of each sample, as ``kind`` says; ``a`` and ``b`` (rows, C) pitched.
 
     Chunks and lanes follow from the sizes alone: neither the device nor an array's alignment changes a bit.
-
-    Args:
-        access: bytes that a thread reads at a time, at most.
-        parameters: dense arrays of values per channel (or None) that threads read in vectors, too.
     """
     code = dtype_code(a, "sample_sums", "a")
     count, channels, pitch = rows(a)
     pixels = count // samples
     arrays = (a,) if b is None else (a, b)
-    widest = access // a.itemsize
-    vec = min(vector_width(*arrays, *(one for one in parameters if one is not None)), widest)
+    widest = ACCESS // a.itemsize
+    vec = min(vector_width(*arrays), widest)
     lanes = lanes_along(channels, widest, a.itemsize)
     step = BLOCK // lanes * UNROLL
     wanted = max(1, BLOCKS_WANTED // (ceil_div(channels, lanes * widest) * samples))
@@ -79,17 +63,11 @@ def cut_pixels(
     argument = np.array(
         [((pitch, other), pixels, chunk, chunks, channels, samples, tiles, channels // groups, groups)], _CUT
     )
-    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL // len(arrays)}
-    return PixelCut(tiles * chunks * samples, chunks, chunk, defines, argument)
-
-
-def sample_sums(kind: int, a: Any, b: Any | None, moments: Any | None, samples: int, groups: int = 1) -> Partials:
-    """Sums over chunks of the pixels of each sample, as ``kind`` says; ``a`` and ``b`` (rows, C) pitched."""
-    cut = cut_pixels(a, b, samples, groups)
-    partials = empty((1 if kind == PRODUCT else 2, cut.chunks, samples * a.shape[-1]), float32)
-    defines = cut.defines | {"KIND": kind}
-    launch("group_norm", "sample_sums", cut.grid, BLOCK, a, b, moments, partials, cut.argument, defines=defines)
-    return Partials(partials, cut.chunks, cut.chunk)
+    partials = empty((1 if kind == PRODUCT else 2, chunks, samples * channels), float32)
+    defines = {"DTYPE": code, "VEC": vec, "LANES": lanes, "UNROLL": UNROLL // len(arrays), "KIND": kind}
+    grid = tiles * chunks * samples
+    launch("group_norm", "sample_sums", grid, BLOCK, a, b, moments, partials, argument, defines=defines)
+    return Partials(partials, chunks, chunk)
 
 
 def group_norm_stats(x: Any, groups: int, *, eps: float) -> Any:
