@@ -409,12 +409,15 @@ def test_every_kernel_is_launched_by_a_call():
     assert written == launched
 
 
+WHOLE = (*conv2d_hopper_tiles.TILES, *conv2d_hopper_tiles.SMALL)
+
+
 def _tiles_of_hopper():
     """Whole ones and those that clusters cut, of plain convolutions and of those that normalise their input."""
     deep = convolution("test", (4, 16, 16, 256), (256, 1, 1, 256), (1, 1), (0, 0), (1, 1), 1)
     for parts, normalized in itertools.product(conv2d_hopper_tiles.PARTS, (False, True)):
         yield from conv2d_hopper_tiles.candidates(deep, False, BUILT_IN["H200"], normalized, parts)
-    yield from (*HALO_TILES, *FEW)
+    yield from HALO_TILES
 
 
 def _planned_for(tile) -> dict:
@@ -425,7 +428,7 @@ def _planned_for(tile) -> dict:
         shape, filters, pair = (4, 16, 16, c), (c, kernel, kernel, c), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if code and kernel == 1 and tile in (*conv2d_hopper_tiles.TILES, *FEW):
+        if code and kernel == 1 and tile in (*conv2d_hopper_tiles.TILES, FEW):
             for parts in (2, 4) if backward else (1, 8):
                 launches += conv2d_hopper.plan(conv, code, backward, (c, 0), False, device, (tile, 1), parts=parts)
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts):
@@ -439,13 +442,13 @@ def _planned_for(tile) -> dict:
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):
                 launches += conv2d_hopper.plan(one, code, False, (c, 0), False, device, (tile, 1), normalized=how)
-        if code == 1 and kernel == 3 and tile in (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.PAIRED):
+        if code == 1 and kernel == 3 and tile in (*WHOLE, conv2d_hopper_tiles.PAIRED):
             # A last stage that begins early.
             tailed, more = convolution("test", (4, 16, 16, 112), (112, 3, 3, 112), pair, (1, 1), (1, 1), 1), {}
             if backward:
                 more["masked"] = conv2d_hopper.SIGNED
             launches += conv2d_hopper.plan(tailed, 1, backward, (112,) * 4, True, device, (tile, 1), **more)
-        if code == 1 and kernel == 3 and tile in conv2d_hopper_tiles.TILES:
+        if code == 1 and kernel == 3 and tile in WHOLE:
             wide = 2 * tile.columns
             split = convolution("test", (4, 16, 16, wide), (wide, 3, 3, wide // 2), pair, (1, 1), (1, 1), 2)
             launches += conv2d_hopper.plan(split, code, backward, (wide, wide), True, device, (tile, 1))

@@ -8,26 +8,27 @@ from the sizes alone, so that the bits of a product do not depend on the device.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_family import Choice
-from minidl.cuda.convolution.conv2d_hopper_tiles import TILES, HopperTile
+from minidl.cuda.convolution.conv2d_hopper_tiles import SMALL, TILES, HopperTile
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
-from minidl.shapes import ceil_div, round_up
+from minidl.shapes import ceil_div
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
-# Stages are all filters but for few rows, and as many on their way as there is room for.
-FEW = HopperTile(64, 64, 12, 1, 1, 0.13, 0.3, 0.0), HopperTile(64, 64, 6, 1, 2, 0.11, 0.3, 0.0)
+FEW = SMALL[0]  # with it stages are all filters but for few rows
 MOST_ROWS = 256
 # Multiprocessors that clusters of so many blocks reach, as those of a cluster are of one group (seen on an H200).
 # Constants, so that sums are cut alike on every device.
 _REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
-# Microseconds, and bytes in one: a stage on its way from memory; filters that come from there for all and for one
-# multiprocessor; filters and rows that one fetches; a launch, and a block behind another one. Adding up the sums of so
-# many blocks. Fitted to 88 times of 11 products on an H200, of which the chosen ones are 3 % behind the fastest.
-_LATENCY, _READ, _TAKEN, _FETCHED, _START, _AGAIN = 2.14, 3.26e6, 3.7e4, 6.2e4, 2.7, 1.6
-_COMBINED = {1: 0.0, 2: 0.9, 4: 1.7, 8: 1.5}
+# Microseconds: of a stage on its way from memory; bytes of filters that come from there in one; to add up the sums of
+# two blocks, for each time that their number doubles. Fitted to 245 times of 22 products on an H200, of which the
+# chosen ones are 0.5 % behind the fastest. Without gain in it: what a multiprocessor fetches, and of that from memory
+# alone; a block behind another one. A tile of 64x64 with twelve stages is 2 to 4 % faster at 4096-4096 and 25088-4096
+# with 64 rows, but in this model it is taken where it is up to a half slower.
+_LATENCY, _READ, _COMBINED = 1.6, 3.5e6, 0.85
 # Tried in place of this: the narrowest tile whose blocks have a multiprocessor each, in as many parts as fit. On an
 # H200 up to 8 % faster with some thousand filters and channels, but 68 us for 59 at 25088-4096 with 64 rows.
 
@@ -72,7 +73,7 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
     if conv.groups > 1 or not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
         return []
     stages = _stages(conv, backward, code)
-    return [Division(tile, parts) for tile in (*TILES, *FEW) for parts in PARTS if parts <= stages]
+    return [Division(tile, parts) for tile in (*TILES, FEW) for parts in PARTS if parts <= stages]
 
 
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
@@ -81,12 +82,7 @@ def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -
     most = _REACHED[one.parts]
     used, rounds = min(tiles, most), ceil_div(tiles, most * tile.resident)
     beside = min(tiles, most * tile.resident) / used  # blocks of a multiprocessor
-    fetched = min(tile.rows, round_up(conv.images, 8)) + tile.columns
-    stage = max(
-        tile.step * beside,
-        _LATENCY / tile.stages,
-        STAGE_ROW * tile.columns * beside * max(1 / _TAKEN, used / down / _READ),
-        STAGE_ROW * fetched * beside / _FETCHED,
-    )
-    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest) + (rounds - 1) * _AGAIN
-    return time + _START + _COMBINED[one.parts]
+    read = STAGE_ROW * tile.columns * beside * used / down / _READ
+    stage = max(tile.step * beside, _LATENCY / tile.stages, read)
+    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
+    return time + _COMBINED * math.log2(one.parts)

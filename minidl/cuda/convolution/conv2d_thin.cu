@@ -1,5 +1,4 @@
-// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 32, of
-// a forward pass from few 48.
+// Thin convolutions: 1x1, without stride or padding, between many channels and FEW, at most 16, of 16-bit types 48.
 // Memory bounds them, so nothing but the rows' own bytes may cost time: each is read once, in whole sectors, straight
 // into the fragments of mma.sync (16-bit types; a warp's products take a thirtieth of the time of its loads) or of
 // float32 multiply-adds. Sectors are written whole, too: of one written in parts the device reads what was there.
@@ -9,7 +8,8 @@
 //   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of
 //                                                                           few filters
 //
-// Tried without gain: a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk
+// Tried without gain: filters brought to shared memory as they lie, before they are laid out (16-96 62.3 us for 58.6);
+// a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk
 // of channels after the other, whose sums threads keep: 198 us for 64 channels of two million pixels on an H200, as
 // much as the gradient and the pass of the sums take.
 //
@@ -18,18 +18,19 @@
 // 16-bit types) the source is the input of a batch norm with a ReLU over it, whose output is multiplied.
 //
 // Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in
-// flight. For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
+// flight: four, going wide two, for which three blocks or four fit on a multiprocessor (on an H200 16-96 at 112x112
+// pixels 53.8 us, so 58.6; to few, 57.4 for 55.3). For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
 // memory: words 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the
 // filters in shared memory are laid out alike. Going wide it is the columns whose order is chosen: those of four
 // products that a thread holds are eight neighbours. In the same way a thread has RUN neighbours of the FEW. Rows of
 // the few are gathered in shared memory, where a warp's lie as they will in memory.
 //
-// A block goes through `share` times 256 rows: what a thread needs next is on its way while it multiplies and stores.
+// A block goes through `share` times ROWS rows: what a thread needs next is on its way while it multiplies and stores.
 //
 // Macros: DTYPE, TF32, FEW, RELU, NORMALIZED, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source,
 // output and addend; on the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are
 // read together (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
-// Block: 8 warps of 32 rows each. Grid: rows / (256 * share). Dynamic shared memory: the filters, 64 bytes for each
+// Block: 8 warps of 8 * EACH rows each. Grid: rows / (ROWS * share). Dynamic shared memory: the filters, 64 bytes for each
 // chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8
 // bytes for each channel of the chunks.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
@@ -37,7 +38,7 @@
 
 constexpr int CHUNK = 4 * WIDTH;                 // channels
 constexpr int SLOTS = UNITS ? 8 * OCTETS : FEW;  // of the few, as the filters are kept
-constexpr int EACH = 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
+constexpr int EACH = UNITS && !NARROW && FEW > 4 ? 2 : 4, WARP_ROWS = 8 * EACH, ROWS = 8 * WARP_ROWS;
 constexpr int RUN = UNITS ? 2 * OCTETS : 2;  // of the few of a row, neighbours that a thread has: from RUN * t on
 
 struct Problem {
@@ -181,7 +182,7 @@ struct Sum {
 #endif
 };
 
-extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && (UNITS || FEW <= 4) ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, VEC_X == WIDTH && BATCH == 1 && FEW <= (UNITS ? 32 : 4) ? 3 : 2)
 conv2d_thin_narrow_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                           const T* __restrict__ add, T* __restrict__ out, const float* __restrict__ moments,
                           const float* __restrict__ gamma, const float* __restrict__ beta, const Problem p) {
@@ -346,7 +347,7 @@ DEVICE bool waits(const T* to) { return threadIdx.x % 4 == 3 && (u64(to) & 16) =
 
 constexpr bool LEAN = UNITS && FEW <= 4 && VEC_Y == WIDTH && VEC_ADD == WIDTH && !SEAMS;
 
-extern "C" __global__ void __launch_bounds__(256, LEAN ? 3 : 2)
+extern "C" __global__ void __launch_bounds__(256, LEAN || EACH == 2 ? 3 : 2)
 conv2d_thin_widen_kernel(const T* __restrict__ source, const T* __restrict__ w, const float* __restrict__ bias,
                          const T* __restrict__ add, T* __restrict__ out, const Problem p) {
     await_predecessor();

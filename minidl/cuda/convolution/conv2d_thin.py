@@ -13,22 +13,23 @@ from typing import Any, NamedTuple
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.convolution.conv2d_walk import itemsize_of
+from minidl.cuda.convolution.conv2d_walk import SECTOR, itemsize_of
 from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
-WIDENED = 48  # of a forward pass from few, multiples of eight of 16-bit types
+MORE = 48  # of an output or data gradient, multiples of eight of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
 # TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
 # read whole rows.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
-FULL = 72  # blocks with which forward passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
+FULL = 72  # blocks with which passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
 STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
-ROWS = 256  # that a block takes at a time
+ROWS = 256  # that a block takes at a time; half of them going wide from more than so few in 16 bits
+LEAN = 4
 SHARED = 96 * 1024  # bytes of filters, at most
 LABELS = 8  # filters beside which there are registers for a batch norm
 AFFINE = 8  # bytes of what a channel that is normalised needs
@@ -67,16 +68,20 @@ def _sides(conv: Convolution) -> _Sides:
     return _Sides(conv.channels, conv.out_channels, 1, conv.channels)
 
 
+def _widens(conv: Convolution, backward: bool) -> bool:
+    """Whether an output or data gradient is of the many channels."""
+    return (conv.out_channels <= conv.channels) == backward
+
+
 @functools.lru_cache(maxsize=1024)
 def applies(conv: Convolution, code: int, which: str) -> bool:
     """Whether the kernels can do a pass: 1x1, no stride, padding or groups, at most 16 channels on one side, of 16-bit
-    types 32, or 48 of a forward pass from few.
+    types 32, or 48 of an output or data gradient.
     """
     if conv.kernel != (1, 1) or conv.stride != (1, 1) or conv.padding != (0, 0) or conv.groups > 1:
         return False
     sides = _sides(conv)
-    wider = which == "forward" and conv.channels < conv.out_channels and conv.channels % 8 == 0
-    most = (WIDENED if wider else FEW_HALVES) if code else FEW
+    most = (MORE if which != "backward_weight" and sides.few % 8 == 0 else FEW_HALVES) if code else FEW
     return sides.few <= most and sides.shared_bytes(itemsize_of(code)) <= SHARED
 
 
@@ -90,10 +95,10 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         others: microseconds of the fastest other kernel for a weight gradient; 0, where there are none of Hopper's.
     """
     (few, wide), weight = _sides(conv)[:2], which == "backward_weight"
-    widens = which == "forward" and conv.channels < conv.out_channels
+    widens = not weight and _widens(conv, which == "backward_data")
     least = 2 * 132
     if code and not weight:
-        least = 16 if few <= GATHERED else FULL if widens else least
+        least = 16 if few <= GATHERED else FULL
     if conv.pixels < least * ROWS or 2 * wide * itemsize_of(code) < 4 * ACCESS:
         return False
     if weight and others and code:
@@ -102,7 +107,11 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
     if few <= FEW or not hopper:
         return few <= FEW
-    return widens if which == "forward" else not weight and few <= GATHERED
+    # Beside more than 24 there are no registers to write whole sectors of rows that begin within one; that the rows of
+    # filters, read across, begin within one makes Hopper's kernels slow.
+    if widens:
+        return few <= GATHERED or wide * itemsize_of(code) % SECTOR == 0
+    return which == "backward_data" and (few <= GATHERED or few * itemsize_of(code) % SECTOR > 0)
 
 
 def gather(
@@ -168,7 +177,7 @@ def _plan_gather(
     """
     sides, itemsize = _sides(conv), itemsize_of(code)
     most = ACCESS // itemsize
-    narrow = (conv.out_channels <= conv.channels) != backward
+    narrow = not _widens(conv, backward)
     run = 2 * ceil_div(sides.few, 8) if code else 2  # of the few, of a thread
     wide_x, flat, wide_add = (min(vector, most) for vector in vectors)
     few_x, few_add = gcd(wide_x, run), gcd(wide_add, run)
@@ -183,8 +192,9 @@ def _plan_gather(
         defines |= {"VEC_X": few_x if code else wide_x, "VEC_Y": wide_y, "VEC_ADD": wide_add}
         # Of float32, and beside more than 24, there are no registers to hold them.
         defines["SEAMS"] = int(code > 0 and sides.few <= 24 and wide_y == most and sides.wide % (2 * most) > 0)
-    count = ceil_div(conv.pixels, ROWS)
-    share = max(1, min(count // ENOUGH, MOVES // (ROWS * itemsize * (sides.few + sides.wide))))
+    at_once = ROWS // 2 if code and not narrow and sides.few > LEAN else ROWS
+    count = ceil_div(conv.pixels, at_once)
+    share = max(1, min(count * at_once // (ENOUGH * ROWS), MOVES // (at_once * itemsize * (sides.few + sides.wide))))
     problem = argument(
         _PRODUCT, rows=conv.pixels, source_pitch=pitches[0], add_pitch=pitches[1], wide=sides.wide,
         few_step=sides.few_step, wide_step=sides.wide_step, share=share,
