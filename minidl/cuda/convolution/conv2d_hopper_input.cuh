@@ -49,16 +49,12 @@ struct Border {
         }
     }
 
-    // Whether tap (a, b) of each row is in the image; returns whether it is for all rows of the warp.
-    __device__ __forceinline__ bool find(const Problem& p, int a, int b, bool (&inside)[2 * BLOCKS]) const {
-        bool all = true;
+    // Whether tap (a, b) of each row is in the image.
+    __device__ __forceinline__ void find(const Problem& p, int a, int b, bool (&inside)[2 * BLOCKS]) const {
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-            inside[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
-                        u32(pixel[i].x + b * p.delta_w) < u32(p.source_w);
-            all &= inside[i];
-        }
-        return __all_sync(0xffffffffu, all);
+        for (int i = 0; i < 2 * BLOCKS; ++i)
+            inside[i] = SINGLE || (u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
+                                   u32(pixel[i].x + b * p.delta_w) < u32(p.source_w));
     }
 };
 
@@ -84,28 +80,32 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
     const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
     const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
     const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
-    const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
     int keep = 0;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
+        const auto load_affine = [&](int j) {
+            affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
+        };
+        if (!SINGLE) {
+            barrier_wait(at.filled(ring.index), ring.parity);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) load_affine(j);
+        }
         for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
             for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
-                const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
+                const u64 filters = operand(stage + A_BYTES);
                 bool inside[2 * BLOCKS];
-                const bool whole = SINGLE || border.find(p, a, b, inside);
+                border.find(p, a, b, inside);
                 u32 raw[GROUP][BLOCKS][4];
-                // A group's rows and, with the first tap, what its channels need: all of that at once would keep the
-                // rows waiting.
+                // A group's rows and, where there are no other taps, what its channels need: all of that at once would
+                // keep the rows waiting.
                 const auto load = [&](int g) {
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k) {
                         const int pair = 2 * (g * GROUP + k);
-                        if (SINGLE || a + b == 0)
-#pragma unroll
-                            for (int j = pair; j < pair + 2; ++j)
-                                affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
+                        if (SINGLE) load_affine(pair), load_affine(pair + 1);
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
                             load_matrices(raw[k][i], stage + from + i * 64 * 128 + ((pair + lane / 16) ^ swizzle) * 16);
@@ -125,14 +125,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                         for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
                             for (int j = 0; j < 4; ++j)
-                                words[k][i][j] = affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j]);
-                    if (!whole)
-#pragma unroll
-                        for (int k = 0; k < GROUP; ++k)
-#pragma unroll
-                            for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-                                for (int j = 0; j < 4; ++j) words[k][i][j] = inside[2 * i + j % 2] ? words[k][i][j] : 0;
+                                words[k][i][j] =
+                                    affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j], inside[2 * i + j % 2]);
                     if (g + 1 < GROUPS) load(g + 1);
                     product_fence();
 #pragma unroll

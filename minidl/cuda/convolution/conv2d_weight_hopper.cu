@@ -171,6 +171,10 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+    // Of a stage's block of columns, which pixels are inside (Inside).
+    __device__ __forceinline__ u32 inside(int i, int block) const {
+        return filled(2 * STAGES + i * COLUMN_BLOCKS + block);
+    }
 };
 
 // Output pixels, SPAN at a time.
@@ -194,10 +198,13 @@ struct Pixels {
     }
 };
 
+#include "conv2d_weight_inside.cuh"
+
 // What a lane of the warp that fills copies of each stage: lane i the i-th block.
 struct Copied {
     int channel, offset_h, offset_w;
     Pixels pixels;  // of the first stage
+    Inside inside;
 
     __device__ __forceinline__ Copied() {}
     __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixels(p, work.first * SPAN) {
@@ -207,6 +214,7 @@ struct Copied {
         channel = lane < ROW_BLOCKS ? work.group * p.rows + work.row + lane * SPAN
                                     : work.group * p.channels + columns.channel;
         offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
+        inside = Inside(p, work);
     }
 };
 
@@ -217,10 +225,12 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const int channel = copied.channel;
     Pixels pixels = copied.pixels;
+    Inside inside = copied.inside;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
+        inside.find(p);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-        if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
+        if (lane == 0) inside.store(at, ring.index), barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
             load_box<bool(ONCE & 1)>(to, maps.dy, barrier, channel, step * SPAN);

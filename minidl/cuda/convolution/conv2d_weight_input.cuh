@@ -15,37 +15,6 @@
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];
 
-// Which pixels of a stage have their tap in an image, pairs of them: where bit 7 of byte k of even[h] and of odd[h]
-// says it of pixels 16 k + 8 h + 2 q and the next, q this lane's place among four.
-struct Inside {
-    u32 even[2], odd[2];
-
-    // at: pixels 2 * lane and 2 * lane + 1, which are `first` and the next.
-    __device__ __forceinline__ void find(const Problem& p, const Pixels (&at)[2], const Columns& columns, int first) {
-        u32 found[2];
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            bool inside = first + i < p.pixels;
-            if constexpr (!FLAT)
-                inside &= u32(at[i].y * p.stride_h + columns.tap_h * p.dilation_h - p.padding_h) < u32(p.height) &&
-                          u32(at[i].x * p.stride_w + columns.tap_w * p.dilation_w - p.padding_w) < u32(p.width);
-            found[i] = __ballot_sync(0xffffffffu, inside);
-        }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const u32 shift = 7 - 4 * h - threadIdx.x % 4;
-            even[h] = found[0] << shift, odd[h] = found[1] << shift;
-        }
-    }
-
-    // Ones for those of a pair that are.
-    __device__ __forceinline__ u32 mask(int k, int h) const {
-        u32 pair;
-        asm("prmt.b32 %0, %1, %2, %3;" : "=r"(pair) : "r"(even[h]), "r"(odd[h]), "r"(0xcc88 + 0x1111 * k));
-        return pair;
-    }
-};
-
 // Products that are started together, and such groups that run while the next one's operands are made, as registers
 // allow.
 constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD = 1;
@@ -56,16 +25,11 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
                        Ring<STAGES>& ring, int row, int column) {
     const u32 thread = thread_again(), lane = thread % 32, warp = thread / 32;
     Affine affine[BLOCKS][2];
-    Columns columns[BLOCKS];
 #pragma unroll
     for (int i = 0; i < BLOCKS; ++i) {
-        columns[i] = Columns(p, work.block + column / 64 + i);
-        const int channel = columns[i].channel + warp * 16 + lane / 4;
+        const int channel = Columns(p, work.block + column / 64 + i).channel + warp * 16 + lane / 4;
         affine[i][0] = Affine(norm, channel), affine[i][1] = Affine(norm, channel + 8);
     }
-    int pixel = work.first * SPAN + int(lane) * 2;
-    Pixels pixels[] = {{p, pixel}, {p, pixel + 1}};
-    Inside inside[BLOCKS];
     // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
     const u32 from = (ROW_BLOCKS + column / 64) * BLOCK_BYTES + (lane / 16 * 8 + lane % 8) * 128 +
                      ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
@@ -73,13 +37,17 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
     for (int step = work.first; step < work.last; ++step) {
         const u32 stage = at.stage(ring.index);
         const u64 gradients = operand(stage + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
-        if constexpr (BORDER) {
-#pragma unroll
-            for (int i = 0; i < BLOCKS; ++i) inside[i].find(p, pixels, columns[i], pixel);
-            if constexpr (!FLAT) pixels[0].advance(p), pixels[1].advance(p);
-            pixel += SPAN;
-        }
         barrier_wait(at.filled(ring.index), ring.parity);
+        // Of pixels 8 * j + 2 * (lane % 4) and the next, bits 2 * j and 2 * j + 1.
+        u32 inside[BLOCKS];
+#pragma unroll
+        for (int i = 0; i < BLOCKS; ++i) {
+            inside[i] = ~0u;
+            if constexpr (BORDER) {
+                const uint2 found = load_shared_pair(at.inside(ring.index, column / 64 + i));
+                inside[i] = __byte_perm(found.x, found.y, 0x40 + 0x11 * (lane % 4));
+            }
+        }
 #pragma unroll
         for (int g = 0; g < GROUPS; ++g) {
             u32 raw[GROUP][4], words[GROUP][4];
@@ -96,8 +64,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
                 const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
 #pragma unroll
                 for (int j = 0; j < 4; ++j) {
-                    words[n][j] = affine[i][j % 2](raw[n][j]);
-                    if constexpr (BORDER) words[n][j] &= inside[i].mask(k, j / 2);
+                    const u32 bit = 1u << (4 * k + j / 2 * 2);
+                    words[n][j] = affine[i][j % 2](raw[n][j], inside[i] & bit, inside[i] & bit << 1);
                 }
             }
             product_fence();
