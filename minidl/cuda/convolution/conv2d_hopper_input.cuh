@@ -38,6 +38,7 @@ DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
 // them lies in the image.
 struct Border {
     Pixel pixel[2 * BLOCKS];
+    int across[2 * BLOCKS];  // where in a line they are, which is far outside of lines that are outside themselves
 
     __device__ __forceinline__ Border(const Problem& p, int row) {
         const Class& c = p.classes[0];
@@ -49,12 +50,16 @@ struct Border {
         }
     }
 
-    // Whether tap (a, b) of each row is in the image.
-    __device__ __forceinline__ void find(const Problem& p, int a, int b, bool (&inside)[2 * BLOCKS]) const {
+    // Begins with line a of taps.
+    __device__ __forceinline__ void begin(const Problem& p, int a) {
 #pragma unroll
         for (int i = 0; i < 2 * BLOCKS; ++i)
-            inside[i] = SINGLE || (u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
-                                   u32(pixel[i].x + b * p.delta_w) < u32(p.source_w));
+            across[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) ? pixel[i].x : -(1 << 30);
+    }
+
+    // Whether tap b of the line is in the image, of product i the upper rows or the lower.
+    __device__ __forceinline__ bool inside(const Problem& p, int b, int i) const {
+        return SINGLE || u32(across[i] + b * p.delta_w) < u32(p.source_w);
     }
 };
 
@@ -78,8 +83,10 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                        int warpgroup) {
     const Class& c = p.classes[0];
     const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
-    const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
+    u32 from[4];  // of a stage, this lane's row of each group of 16 channels
+#pragma unroll
+    for (int k = 0; k < 4; ++k) from[k] = (warpgroup * ROWS + row) * 128 + ((2 * k + lane / 16) ^ row % 8) * 16;
+    Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     u32 before = 0;
     int keep = 0;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH) {
@@ -92,23 +99,25 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
             for (int j = 0; j < 8; ++j) load_affine(j);
         }
-        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
+        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a) {
+            border.begin(p, a);
             for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = operand(stage + A_BYTES);
                 bool inside[2 * BLOCKS];
-                border.find(p, a, b, inside);
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCKS; ++i) inside[i] = border.inside(p, b, i);
                 u32 raw[GROUP][BLOCKS][4];
                 // A group's rows and, where there are no other taps, what its channels need: all of that at once would
                 // keep the rows waiting.
                 const auto load = [&](int g) {
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k) {
-                        const int pair = 2 * (g * GROUP + k);
-                        if (SINGLE) load_affine(pair), load_affine(pair + 1);
+                        const int chunk = g * GROUP + k;
+                        if (SINGLE) load_affine(2 * chunk), load_affine(2 * chunk + 1);
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
-                            load_matrices(raw[k][i], stage + from + i * 64 * 128 + ((pair + lane / 16) ^ swizzle) * 16);
+                            load_matrices(raw[k][i], stage + from[chunk] + i * 64 * 128);
                     }
                 };
                 barrier_wait(at.filled(ring.index), ring.parity);
@@ -140,6 +149,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                 before = at.emptied(ring.index), keep = 1;
                 ring.advance();
             }
+        }
     }
     await_products<0>();
     if (lane == 0) barrier_arrive(before);

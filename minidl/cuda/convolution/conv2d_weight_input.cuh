@@ -21,7 +21,7 @@ constexpr int GROUP = SHIFT ? 2 : 1, GROUPS = SPAN / 16 * BLOCKS / GROUP, AHEAD 
 
 // A warpgroup: sums up its part of the tile, from row and column on, turned over: channels, which it normalises, times
 // filters. A thread has two channels of each block for all pixels.
-DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work& work, const Norm& norm,
+DEVICE void accumulate(Sum& sum, Layout at, const Problem& p, const Work& work, const Norm& norm,
                        Ring<STAGES>& ring, int row, int column) {
     const u32 thread = thread_again(), lane = thread % 32, warp = thread / 32;
     Affine affine[BLOCKS][2];
@@ -33,8 +33,10 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
     // A lane's row of the four matrices of 16 pixels: these and the next 8 channels, then both of the next 8 pixels.
     const u32 from = (ROW_BLOCKS + column / 64) * BLOCK_BYTES + (lane / 16 * 8 + lane % 8) * 128 +
                      ((warp * 2 + lane / 8 % 2) ^ lane % 8) * 16;
+    asm volatile("" : "+r"(at.base));
     u32 before = 0;
-    for (int step = work.first; step < work.last; ++step) {
+    int keep = 0;
+    for (int steps = work.last - work.first; steps > 0; --steps) {
         const u32 stage = at.stage(ring.index);
         const u64 gradients = operand(stage + row / 64 * BLOCK_BYTES, BLOCK_BYTES);
         barrier_wait(at.filled(ring.index), ring.parity);
@@ -58,7 +60,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
             }
             // Registers of those that ran longest are free again.
             await_products<AHEAD>();
-            if (g == AHEAD && lane == 0 && step > work.first) barrier_arrive(before);
+            if (g == AHEAD && lane == 0 && keep) barrier_arrive(before);
 #pragma unroll
             for (int n = 0; n < GROUP; ++n) {
                 const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
@@ -72,11 +74,11 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Work&
 #pragma unroll
             for (int n = 0; n < GROUP; ++n) {
                 const int k = (g * GROUP + n) / BLOCKS, i = (g * GROUP + n) % BLOCKS;
-                multiply<true>(sum[i], words[n], gradients + operand_step(k * 2048), k ? 1 : step - work.first);
+                multiply<true>(sum[i], words[n], gradients + operand_step(k * 2048), k ? 1 : keep);
             }
             commit_products();
         }
-        before = at.emptied(ring.index);
+        before = at.emptied(ring.index), keep = 1;
         ring.advance();
     }
     await_products<0>();
