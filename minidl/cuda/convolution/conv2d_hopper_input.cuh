@@ -87,6 +87,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
 #pragma unroll
     for (int k = 0; k < 4; ++k) from[k] = (warpgroup * ROWS + row) * 128 + ((2 * k + lane / 16) ^ row % 8) * 16;
     Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
+    const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
     int keep = 0;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH) {
@@ -103,7 +104,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
             border.begin(p, a);
             for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
-                const u64 filters = operand(stage + A_BYTES);
+                const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
                 bool inside[2 * BLOCKS];
 #pragma unroll
                 for (int i = 0; i < 2 * BLOCKS; ++i) inside[i] = border.inside(p, b, i);

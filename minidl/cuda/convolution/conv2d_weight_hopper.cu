@@ -59,7 +59,12 @@ constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
+#if BORDER
+constexpr int FILLING = 2;  // warps that fill: one tells which pixels are inside (conv2d_weight_inside.cuh)
+#else
+constexpr int FILLING = 1;
+#endif
+constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32 * FILLING);
 constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  // of a warpgroup
 constexpr int ROW_BLOCKS = TILE_M / SPAN, COLUMN_BLOCKS = TILE_N / SPAN;
 constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
@@ -171,7 +176,7 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
-    // Of a stage's block of columns, which pixels are inside (Inside).
+    // Of a stage's block of columns, which pixels are inside.
     __device__ __forceinline__ u32 inside(int i, int block) const {
         return filled(2 * STAGES + i * COLUMN_BLOCKS + block);
     }
@@ -198,13 +203,10 @@ struct Pixels {
     }
 };
 
-#include "conv2d_weight_inside.cuh"
-
 // What a lane of the warp that fills copies of each stage: lane i the i-th block.
 struct Copied {
     int channel, offset_h, offset_w;
     Pixels pixels;  // of the first stage
-    Inside inside;
 
     __device__ __forceinline__ Copied() {}
     __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixels(p, work.first * SPAN) {
@@ -214,7 +216,6 @@ struct Copied {
         channel = lane < ROW_BLOCKS ? work.group * p.rows + work.row + lane * SPAN
                                     : work.group * p.channels + columns.channel;
         offset_h = columns.tap_h * p.dilation_h, offset_w = columns.tap_w * p.dilation_w;
-        inside = Inside(p, work);
     }
 };
 
@@ -225,12 +226,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const int channel = copied.channel;
     Pixels pixels = copied.pixels;
-    Inside inside = copied.inside;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
-        inside.find(p);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
-        if (lane == 0) inside.store(at, ring.index), barrier_expect(barrier, STAGE_BYTES);
+        if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
             load_box<bool(ONCE & 1)>(to, maps.dy, barrier, channel, step * SPAN);
@@ -246,6 +245,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         ring.advance();
     }
 }
+
+#if BORDER
+#include "conv2d_weight_inside.cuh"
+#endif
 
 #if NORMALIZED
 #include "conv2d_weight_input.cuh"
@@ -381,7 +384,8 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const Layout at{shared_address(shared)};
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i)
+            barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         barrier_init_done();
     }
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
@@ -404,6 +408,12 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
                 begun = false;
                 fill(at, maps, p, work, start, ring);
             });
+#if BORDER
+        if (warp == 4 * WARPGROUPS + 1) {
+            const Portion portion(p);
+            for_works(p, portion, Work(p, portion), [&](const Work& work) { tell_inside(at, p, work, ring); });
+        }
+#endif
     } else {
         if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         int warpgroup = warp / 4;
