@@ -4,7 +4,7 @@
 // each, of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands
 // through registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once,
 // before the stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128
-// columns it is not (17 to 28 %; packed, 5). Tried without gain: reads of a quarter of the bytes, scale and shift in
+// columns it is not (15 %; packed, 4 to 7). Tried without gain: reads of a quarter of the bytes, scale and shift in
 // three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in
 // turns; warps that normalise stages where they lie, which read and write as much shared memory.
 #pragma once
@@ -72,13 +72,13 @@ constexpr int AHEAD = 1;
 // A warpgroup: sums up its rows of one tile, which it normalises.
 //
 // What that costs is the instructions that are issued, not what they wait for. 3x3 filters with a stride of two on 128
-// channels at 56x56 pixels, in tiles of 192x128 on an H200: 99 us without, 112 so, by 172 instructions of a warp a
-// stage. With the next stage's rows read before products start, and the next group's before one is normalised, nothing
-// waits for shared memory: 119 us, by 193 instructions; 105 where the arithmetic, 64 of these, is left out. (Other
-// layers of ResNet-50: 2 % faster to 6 % slower.) Four products started one by one, of which three run while the next
-// is made: 128. A fifth stage in the place of output buffers: 129. Likewise the weight gradient there
-// (conv2d_weight_input.cuh), 87 us without: 129, and 125 with all of it read ahead, 2 to 6 % slower beside 256 filters;
-// of these 125 it takes 109 without masks for the border, 96 without the arithmetic.
+// channels at 56x56 pixels, in tiles of 192x128 on an H200: 96 us without; 117 by 172 instructions of a warp a stage,
+// where rows outside of the image were selected afterwards and what the channels need was asked for with every tap; 110
+// by these 131, of which the arithmetic is 80. With the next stage's rows read before products start, and the next
+// group's before one is normalised, nothing waits for shared memory, but 172 instructions became 193: 6 % longer. Four
+// products started one by one, of which three run while the next is made: 14 %. A fifth stage in the place of output
+// buffers: 15 %. Where the operands' descriptions follow from the stage's address, in fewer instructions, each is made
+// in the registers that the product before still reads: 1x1 filters took 3 to 10 % longer.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
                        int warpgroup) {
     const Class& c = p.classes[0];

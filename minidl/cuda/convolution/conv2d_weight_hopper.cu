@@ -32,7 +32,8 @@
 // at a time, and the gradient (4), if that cache cannot hold it; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
-// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
+// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with
+// BORDER another, which tells what of a stage is inside (conv2d_weight_inside.cuh).
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
 // 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
@@ -60,7 +61,7 @@ constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
 #if BORDER
-constexpr int FILLING = 2;  // warps that fill: one tells which pixels are inside (conv2d_weight_inside.cuh)
+constexpr int FILLING = 2;  // warps that speak for a stage
 #else
 constexpr int FILLING = 1;
 #endif

@@ -1,6 +1,7 @@
 // Which pixels of a stage of conv2d_weight_hopper.cu have their tap in an image, where x is normalised: a part of that
 // file, included where its structures are known. One warp finds it for all that multiply; each by itself took 45
-// instructions for it of the 194 of a stage. (The warp that copies as well would be too slow for both.)
+// instructions for it of the 194 of a stage. (The warp that copies is too slow for both: of 3x3 with a stride of two on
+// 128 channels at 56x56 pixels 122 us on an H200, 99 so.)
 #pragma once
 
 // A warp: of each stage, and each of its blocks of columns, a bit for each pixel, in byte q of two words those that
