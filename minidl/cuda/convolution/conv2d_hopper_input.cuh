@@ -4,9 +4,9 @@
 // each, of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands
 // through registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once,
 // before the stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128
-// columns it is not (15 %; packed, 4 to 7). Tried without gain: reads of a quarter of the bytes, scale and shift in
-// three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in
-// turns; warps that normalise stages where they lie, which read and write as much shared memory.
+// columns it is not (11 to 21 %; packed, 4 to 7). Tried without gain: reads of a quarter of the bytes, scale and shift
+// in three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply
+// in turns; warps that normalise stages where they lie, which read and write as much shared memory.
 #pragma once
 #include "conv2d_input.cuh"
 

@@ -3,10 +3,10 @@
 // Products are turned over, channels times filters: a thread has the same two channels of each block for all pixels,
 // and keeps what they need. Nothing is read besides, and two values take five instructions (conv2d_input.cuh), six
 // where some may be outside of an image, in each warpgroup that has their columns: on an H200 up to 10 % of the time
-// where a warpgroup has 256 filters, 17 % where it has 128 (3x3 with a stride of two on 128 channels at 56x56 pixels,
-// 99 us beside 85 of the kernel that finds its input ready; as long where nothing is masked; 112 where each warp found
-// what is outside by itself, and masked the results). The sums are turned back at the end. Three warpgroups share tiles
-// of 192 columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256.
+// where a warpgroup has 256 filters, 17 to 22 % where it has 128 (3x3 with a stride of two on 128 channels at 56x56
+// pixels, 99 us beside 85 of the kernel that finds its input ready; as long where nothing is masked; 112 where each
+// warp found what is outside by itself, and masked the results). The sums are turned back at the end. Three warpgroups
+// share tiles of 192 columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256.
 // Tried before: three warps that are otherwise idle, in shared memory; 1x1 filters then took up to 70 % longer, 3x3
 // with a stride of two 30 to 80 %. Two blocks of 128x128 on a multiprocessor have no registers for operands beside a
 // product that runs, and are slower than one of 128x256.
