@@ -175,6 +175,52 @@ def test_weight_gradients_with_every_tile(hopper, case, division, rng, monkeypat
             monkeypatch.undo()
 
 
+def infinite(rng, case):
+    """x, its batch norm, of which one channel's shift is no number and another's infinite, and dy of ones."""
+    x, norm, dy = whole(rng, case, bfloat16)
+    norm[2][3], norm[2][5] = np.nan, np.inf
+    return x, norm, np.ones_like(dy)
+
+
+def test_what_is_outside_stays_zero_whatever_the_shift(forced_ops, rng):  # noqa: F811
+    """Outputs that see padding alone are zeros."""
+    case = Case("far-padding", (3, 1, 1, 64), (64, 3, 3), padding=(3, 3))
+    x, norm, _ = infinite(rng, case)
+    x, w, norm = *put(forced_ops, x, np.ones(case.w, bfloat16)), put(forced_ops, *norm)
+    y = forced_ops.to_host(forced_ops.conv2d(x, w, norm=norm, **case.options)).astype(np.float32)
+    assert np.isnan(y[:, 1:4, 1:4]).all()
+    y[:, 1:4, 1:4] = 0
+    assert not y.any()
+
+
+def test_taps_outside_and_pixels_behind_the_last_give_nothing_whatever_the_shift(cuda_ops, rng, monkeypatch):
+    """All taps but one see padding alone, and the pixels do not fill the last stage. (Not for the kernel with a halo,
+    which multiplies all of x by zeros around dy.)"""
+    case = Case("one-pixel", (70, 1, 1, 64), (64, 3, 3), padding=(1, 1))
+    if not fits("hopper", case, bfloat16):
+        pytest.skip("needs compute capability 9.0")
+    x, norm, dy = infinite(rng, case)
+    x, dy, norm = *put(cuda_ops, x, dy), put(cuda_ops, *norm)
+    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    for tile in conv2d_weight_hopper.TILES:
+        forced = conv2d_weight_hopper.taken(Choice("hopper", tile.name, (1, 1)), conv, True)
+        if forced is None:
+            continue
+        monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
+        monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda _: True)
+        out = cuda_ops.from_host(np.full(case.w, 7, np.float32))
+        with family("hopper"):
+            cuda_ops.conv2d_backward_weight(dy, x, norm=norm, out=out, **case.options)
+        found = cuda_ops.to_host(out)
+        assert np.isnan(found[:, 1, 1, 3]).all(), tile.name
+        assert (found[:, 1, 1, 5] == np.inf).all(), tile.name
+        found[:, 1, 1, 3] = found[:, 1, 1, 5] = 0
+        assert np.isfinite(found).all(), tile.name
+        found[:, 1, 1] = 0
+        assert not found.any(), tile.name
+        monkeypatch.undo()
+
+
 LONG = [
     Case("long-1x1", (32, 56, 56, 64), (256, 1, 1)),
     Case("long-1x1-deep", (32, 28, 28, 512), (128, 1, 1)),

@@ -4,9 +4,9 @@
 // each, of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands
 // through registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once,
 // before the stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128
-// columns it is not (17 to 28 %; packed, 5). Tried without gain: reads of a quarter of the bytes, scale and shift in
-// three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply in
-// turns; warps that normalise stages where they lie, which read and write as much shared memory.
+// columns it is not (11 to 21 %; packed, 4 to 7). Tried without gain: reads of a quarter of the bytes, scale and shift
+// in three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply
+// in turns; warps that normalise stages where they lie, which read and write as much shared memory.
 #pragma once
 #include "conv2d_input.cuh"
 
@@ -38,6 +38,7 @@ DEVICE void fill_affine(const Layout& at, const Problem& p, const Norm& norm) {
 // them lies in the image.
 struct Border {
     Pixel pixel[2 * BLOCKS];
+    int across[2 * BLOCKS];  // where in a line they are, which is far outside of lines that are outside themselves
 
     __device__ __forceinline__ Border(const Problem& p, int row) {
         const Class& c = p.classes[0];
@@ -49,16 +50,16 @@ struct Border {
         }
     }
 
-    // Whether tap (a, b) of each row is in the image; returns whether it is for all rows of the warp.
-    __device__ __forceinline__ bool find(const Problem& p, int a, int b, bool (&inside)[2 * BLOCKS]) const {
-        bool all = true;
+    // Begins with line a of taps.
+    __device__ __forceinline__ void begin(const Problem& p, int a) {
 #pragma unroll
-        for (int i = 0; i < 2 * BLOCKS; ++i) {
-            inside[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) &&
-                        u32(pixel[i].x + b * p.delta_w) < u32(p.source_w);
-            all &= inside[i];
-        }
-        return __all_sync(0xffffffffu, all);
+        for (int i = 0; i < 2 * BLOCKS; ++i)
+            across[i] = u32(pixel[i].y + a * p.delta_h) < u32(p.source_h) ? pixel[i].x : -(1 << 30);
+    }
+
+    // Whether tap b of the line is in the image, of product i the upper rows or the lower.
+    __device__ __forceinline__ bool inside(const Problem& p, int b, int i) const {
+        return SINGLE || u32(across[i] + b * p.delta_w) < u32(p.source_w);
     }
 };
 
@@ -71,44 +72,53 @@ constexpr int AHEAD = 1;
 // A warpgroup: sums up its rows of one tile, which it normalises.
 //
 // What that costs is the instructions that are issued, not what they wait for. 3x3 filters with a stride of two on 128
-// channels at 56x56 pixels, in tiles of 192x128 on an H200: 99 us without, 112 so, by 172 instructions of a warp a
-// stage. With the next stage's rows read before products start, and the next group's before one is normalised, nothing
-// waits for shared memory: 119 us, by 193 instructions; 105 where the arithmetic, 64 of these, is left out. (Other
-// layers of ResNet-50: 2 % faster to 6 % slower.) Four products started one by one, of which three run while the next
-// is made: 128. A fifth stage in the place of output buffers: 129. Likewise the weight gradient there
-// (conv2d_weight_input.cuh), 87 us without: 129, and 125 with all of it read ahead, 2 to 6 % slower beside 256 filters;
-// of these 125 it takes 109 without masks for the border, 96 without the arithmetic.
+// channels at 56x56 pixels, in tiles of 192x128 on an H200: 96 us without; 117 by 172 instructions of a warp a stage,
+// where rows outside of the image were selected afterwards and what the channels need was asked for with every tap; 110
+// by these 131, of which the arithmetic is 80. With the next stage's rows read before products start, and the next
+// group's before one is normalised, nothing waits for shared memory, but 172 instructions became 193: 6 % longer. Four
+// products started one by one, of which three run while the next is made: 14 %. A fifth stage in the place of output
+// buffers: 15 %. Where the operands' descriptions follow from the stage's address, in fewer instructions, each is made
+// in the registers that the product before still reads: 1x1 filters took 3 to 10 % longer.
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
                        int warpgroup) {
     const Class& c = p.classes[0];
     const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-    const u32 from = (warpgroup * ROWS + row) * 128, swizzle = row % 8;
-    const Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
+    u32 from[4];  // of a stage, this lane's row of each group of 16 channels
+#pragma unroll
+    for (int k = 0; k < 4; ++k) from[k] = (warpgroup * ROWS + row) * 128 + ((2 * k + lane / 16) ^ row % 8) * 16;
+    Border border(p, tile.row + warpgroup * ROWS + thread / 32 * 16 + lane / 4);
     const u64 origin = operand(at.stage(0) + A_BYTES);
     u32 before = 0;
     int keep = 0;
     for (int channel = tile.begin; channel < tile.end; channel += DEPTH) {
         Affine affine[8];  // of a chunk, over its taps
-        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a)
+        const auto load_affine = [&](int j) {
+            affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
+        };
+        if (!SINGLE) {
+            barrier_wait(at.filled(ring.index), ring.parity);
+#pragma unroll
+            for (int j = 0; j < 8; ++j) load_affine(j);
+        }
+        for (int a = 0; a < (SINGLE ? 1 : c.taps_h); ++a) {
+            border.begin(p, a);
             for (int b = 0; b < (SINGLE ? 1 : c.taps_w); ++b) {
                 const u32 stage = at.stage(ring.index);
                 const u64 filters = origin + u64(ring.index * (STAGE_BYTES >> 4));
                 bool inside[2 * BLOCKS];
-                const bool whole = SINGLE || border.find(p, a, b, inside);
+#pragma unroll
+                for (int i = 0; i < 2 * BLOCKS; ++i) inside[i] = border.inside(p, b, i);
                 u32 raw[GROUP][BLOCKS][4];
-                // A group's rows and, with the first tap, what its channels need: all of that at once would keep the
-                // rows waiting.
+                // A group's rows and, where there are no other taps, what its channels need: all of that at once would
+                // keep the rows waiting.
                 const auto load = [&](int g) {
 #pragma unroll
                     for (int k = 0; k < GROUP; ++k) {
-                        const int pair = 2 * (g * GROUP + k);
-                        if (SINGLE || a + b == 0)
-#pragma unroll
-                            for (int j = pair; j < pair + 2; ++j)
-                                affine[j].load(at.affine(ring.index) + (j * 4 + lane % 4) * sizeof(Affine));
+                        const int chunk = g * GROUP + k;
+                        if (SINGLE) load_affine(2 * chunk), load_affine(2 * chunk + 1);
 #pragma unroll
                         for (int i = 0; i < BLOCKS; ++i)
-                            load_matrices(raw[k][i], stage + from + i * 64 * 128 + ((pair + lane / 16) ^ swizzle) * 16);
+                            load_matrices(raw[k][i], stage + from[chunk] + i * 64 * 128);
                     }
                 };
                 barrier_wait(at.filled(ring.index), ring.parity);
@@ -125,14 +135,8 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                         for (int i = 0; i < BLOCKS; ++i)
 #pragma unroll
                             for (int j = 0; j < 4; ++j)
-                                words[k][i][j] = affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j]);
-                    if (!whole)
-#pragma unroll
-                        for (int k = 0; k < GROUP; ++k)
-#pragma unroll
-                            for (int i = 0; i < BLOCKS; ++i)
-#pragma unroll
-                                for (int j = 0; j < 4; ++j) words[k][i][j] = inside[2 * i + j % 2] ? words[k][i][j] : 0;
+                                words[k][i][j] =
+                                    affine[2 * (g * GROUP + k) + j / 2](raw[k][i][j], inside[2 * i + j % 2]);
                     if (g + 1 < GROUPS) load(g + 1);
                     product_fence();
 #pragma unroll
@@ -146,6 +150,7 @@ DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile&
                 before = at.emptied(ring.index), keep = 1;
                 ring.advance();
             }
+        }
     }
     await_products<0>();
     if (lane == 0) barrier_arrive(before);

@@ -127,7 +127,7 @@ SHALLOW = 0.8
 AGAIN = 1.07
 # How much longer a stage takes whose rows are normalised, by rows and columns of the tile; a window's; which share of
 # that packed arithmetic takes; microseconds to load what a chunk of channels needs, by the macro NORMALIZED.
-_NORMALIZED = {(128, 256): 1.04, (256, 128): 1.43, (128, 192): 1.25, (192, 128): 1.38, (256, 64): 1.95, (128, 128): 1.5}
+_NORMALIZED = {(128, 256): 1.03, (256, 128): 1.17, (128, 192): 1.0, (192, 128): 1.22, (256, 64): 1.45, (128, 128): 1.15}
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
 # that an exchange counts. It takes 0.9; with more, short depths are left to tiles of 128x64, which where they have a

@@ -46,15 +46,15 @@ struct Affine {
         scale = words.x, shift = words.y;
     }
 
-    // Of a pair of values as they lie in memory. NaN stays NaN.
-    __device__ __forceinline__ u32 operator()(u32 pair) const {
+    // Of a pair of values as they lie in memory, zeros where they are not inside of an image. NaN stays NaN.
+    __device__ __forceinline__ u32 operator()(u32 pair, bool inside = true) const {
         u32 y;
 #if DTYPE == 1
         asm("fma.rn.relu.bf16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(scale), "r"(shift));
 #else
         asm("fma.rn.relu.f16x2 %0, %1, %2, %3;" : "=r"(y) : "r"(pair), "r"(scale), "r"(shift));
 #endif
-        return y;
+        return inside ? y : 0;
     }
 };
 #else
@@ -90,15 +90,16 @@ struct Affine {
         shift = {__uint_as_float(words.z), __uint_as_float(words.w)};
     }
 
-    // Of a pair of values as they lie in memory. The rounding keeps NaN.
-    __device__ __forceinline__ u32 operator()(u32 pair) const {
+    // Of a pair of values as they lie in memory, each inside of an image; outside zeros stay zeros. The rounding keeps
+    // NaN.
+    __device__ __forceinline__ u32 operator()(u32 pair, u32 first, u32 second) const {
         static_assert(FOLDED, "of 16-bit types");
         Raw<T, 2> raw;
         raw.pairs[0] = pair;
         float v[2];
         unpack(raw, v);
-        v[0] = fmaf(v[0], scale.x, shift.x);
-        v[1] = fmaf(v[1], scale.y, shift.y);
+        fma_where(first, v[0], scale.x, shift.x);
+        fma_where(second, v[1], scale.y, shift.y);
         u32 y;
 #if DTYPE == 1
         asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));
@@ -106,6 +107,17 @@ struct Affine {
         asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(v[1]), "f"(v[0]));
 #endif
         return y;
+    }
+    __device__ __forceinline__ u32 operator()(u32 pair, u32 inside = 1) const {
+        return (*this)(pair, inside, inside);
+    }
+
+private:
+    // A predicate costs nothing, where a selection afterwards would be an instruction.
+    static __device__ __forceinline__ void fma_where(u32 wanted, float& v, float scale, float shift) {
+        asm("{\n .reg .pred wanted;\n setp.ne.b32 wanted, %3, 0;\n @wanted fma.rn.f32 %0, %0, %1, %2;\n}"
+            : "+f"(v)
+            : "f"(scale), "f"(shift), "r"(wanted));
     }
 };
 #endif

@@ -32,7 +32,8 @@
 // at a time, and the gradient (4), if that cache cannot hold it; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
-// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage.
+// Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with
+// BORDER another, which tells what of a stage is inside (conv2d_weight_inside.cuh).
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
 // 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
@@ -59,7 +60,12 @@ constexpr int WARPGROUPS = WARPGROUPS_M * WARPGROUPS_N;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1;
-constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
+#if BORDER
+constexpr int FILLING = 2;  // warps that speak for a stage
+#else
+constexpr int FILLING = 1;
+#endif
+constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32 * FILLING);
 constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  // of a warpgroup
 constexpr int ROW_BLOCKS = TILE_M / SPAN, COLUMN_BLOCKS = TILE_N / SPAN;
 constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
@@ -171,6 +177,10 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return base + i * STAGE_BYTES; }
     __device__ __forceinline__ u32 filled(int i) const { return base + STAGES * STAGE_BYTES + 8 * i; }
     __device__ __forceinline__ u32 emptied(int i) const { return filled(STAGES + i); }
+    // Of a stage's block of columns, which pixels are inside.
+    __device__ __forceinline__ u32 inside(int i, int block) const {
+        return filled(2 * STAGES + i * COLUMN_BLOCKS + block);
+    }
 };
 
 // Output pixels, SPAN at a time.
@@ -236,6 +246,10 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         ring.advance();
     }
 }
+
+#if BORDER
+#include "conv2d_weight_inside.cuh"
+#endif
 
 #if NORMALIZED
 #include "conv2d_weight_input.cuh"
@@ -371,7 +385,8 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     const Layout at{shared_address(shared)};
     if (threadIdx.x == THREADS - 1) prefetch_map(maps.dy), prefetch_map(maps.x);
     if (threadIdx.x == 0) {
-        for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), 1), barrier_init(at.emptied(i), 4 * WARPGROUPS);
+        for (int i = 0; i < STAGES; ++i)
+            barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
         barrier_init_done();
     }
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
@@ -394,6 +409,12 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
                 begun = false;
                 fill(at, maps, p, work, start, ring);
             });
+#if BORDER
+        if (warp == 4 * WARPGROUPS + 1) {
+            const Portion portion(p);
+            for_works(p, portion, Work(p, portion), [&](const Work& work) { tell_inside(at, p, work, ring); });
+        }
+#endif
     } else {
         if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
         int warpgroup = warp / 4;

@@ -237,7 +237,8 @@ def plan(
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
     summed = _sum(tile, held, code, vec_y, **sizes) if division.parts > 1 else None
     blocks = lots["lots"] * division.chunks
-    return Planned(stem, blocks, tile.threads, views, problem, defines, shared, division.parts, summed)
+    threads = tile.threads + (32 if defines.get("BORDER") and tile.resident > 1 else 0)  # else there are idle warps
+    return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, summed)
 
 
 def _passing(conv: Convolution, code: int) -> int:
