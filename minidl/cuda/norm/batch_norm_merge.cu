@@ -16,6 +16,13 @@
 typedef float First;  // sums and sums of squares
 #else
 typedef double First;  // means
+
+struct Part {
+    double mean;
+    float squares;
+};
+
+DEVICE void await_here(Part& part) { await_here(part.mean), await_here(part.squares); }
 #endif
 
 // Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known`
@@ -47,10 +54,6 @@ struct Merged {
         // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
         if (m2 < total[1] * 0x1p-50) m2 = 0.0;
 #else
-        struct Part {
-            double mean;
-            float squares;
-        };
         const double origin = there && chunks ? first[channel] : 0.0;  // deviations are from the first chunk's mean
         mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
         const int rows = int(count.rows);
@@ -84,23 +87,23 @@ struct Merged {
 };
 
 // stats (1 + 2C,) double.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                         const double* __restrict__ before, double* __restrict__ stats, double inverse, int known,
                         int rows, int chunk_rows, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
     if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
 
 // What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                           const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
                           double eps, double momentum, double inverse, double unbiased, int known, int rows,
                           int chunk_rows, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const int channel = total_channel();
     const bool mine = has_total(channels);
     const Running running(running_mean, running_var, momentum, mine ? channel : -1);
@@ -114,14 +117,14 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter
 // gradients where their pointers are not null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments,
                                  double* __restrict__ sums, float* __restrict__ dgamma, float* __restrict__ dbeta,
                                  int accumulate, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const int from_channel = read_channel(), channel = total_channel();
     const bool mine = has_total(channels);
-    const float rstd = mine ? moments[channels + channel] : 0.0f;
+    float rstd = mine ? moments[channels + channel] : 0.0f;
     const float old_beta = mine && accumulate && dbeta ? dbeta[channel] : 0.0f;
     const float old_gamma = mine && accumulate && dgamma ? dgamma[channel] : 0.0f;
     double total[2];
@@ -136,6 +139,7 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
             v[1] += part.y;
         });
     if (!mine) return;
+    await_here(rstd);
     total[1] *= rstd;
     sums[channel] = total[0];
     sums[channels + channel] = total[1];

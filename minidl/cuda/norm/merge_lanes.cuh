@@ -14,7 +14,7 @@
 // for kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them
 // alone.
 #pragma once
-#include "common.cuh"
+#include "await_here.cuh"
 #if CLUSTER > 1
 #include "hopper.cuh"
 #define CLUSTERED __cluster_dims__(CLUSTER)
@@ -24,12 +24,42 @@
 
 constexpr int GROUP = 8, LANES = 32;
 constexpr int WARPS = GROUP * LANES / 32;
+constexpr int RESIDENT = SHARES == 8 ? 2 : 3;  // blocks a multiprocessor, for which registers must suffice
 static_assert(WARPS == GROUP, "a warp sums a channel of the group");
 static_assert(CLUSTER == 1 || CLUSTER == SHARES, "a block has one share, or all");
 
 // The group's channel whose chunks this thread reads, and that whose totals it has at the end.
 DEVICE int read_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x % GROUP; }
 DEVICE int total_channel() { return blockIdx.x / CLUSTER * GROUP + threadIdx.x / 32; }
+
+#if CLUSTER > 1
+// Where the first block of a cluster counts the bytes that have come.
+DEVICE u32 come() {
+    __shared__ u64 barrier;
+    return shared_address(&barrier);
+}
+
+// As cluster_arrive, but of what was written to memory nothing is made known: that takes a wait for all loads as well.
+DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+
+// As of four values.
+DEVICE void send_to_block(u32 address, u32 barrier, double value) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %2, [%1];" ::"r"(address),
+                 "r"(barrier), "d"(value)
+                 : "memory");
+}
+#endif
+
+// What a kernel that merges begins with: it waits for the one before, and that the blocks of a cluster have begun is
+// told meanwhile.
+DEVICE void begin_merge() {
+#if CLUSTER > 1
+    if (threadIdx.x == 0) barrier_init(come(), 1), barrier_init_done();
+    __syncwarp();
+    cluster_begin();
+#endif
+    await_predecessor();
+}
 
 // Whether this thread has totals at the end.
 DEVICE bool has_total(int channels) {
@@ -50,20 +80,22 @@ DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add
         for (int i = 0; i < AHEAD; ++i)
             if (begin + i * STEP < chunks) what[i] = load(begin + i * STEP);
 #pragma unroll
+        for (int i = 0; i < AHEAD; ++i) await_here(what[i]);
+#pragma unroll
         for (int i = 0; i < AHEAD; ++i)
             if (begin + i * STEP < chunks) add(v, begin + i * STEP, what[i]);
     }
 }
 
 // The totals of a channel over `chunks` chunks, in the threads that have them; add(v, chunk, what) adds what
-// load(chunk) gave. To be called once, by all threads.
+// load(chunk) gave. To be called once, by all threads, after begin_merge().
 template <class What, int N, class Load, class Add>
 DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
     __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if CLUSTER > 1
-    cluster_arrive();  // that the first block has begun is known below, before others write into it
     const int first = cluster_rank(), last = first + 1;
+    if (first == 0 && threadIdx.x == 0) barrier_expect(come(), sizeof(shares));
 #else
     constexpr int first = 0, last = SHARES;
 #endif
@@ -89,15 +121,15 @@ DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
     }
     if (SHARES == 1) return;
 #if CLUSTER > 1
-    cluster_wait();
+    cluster_wait();  // the first block has begun
     if (lane == 0)
 #pragma unroll
-        for (int i = 0; i < N; ++i) store_in_block(shared_address(&shares[first][warp][i]), 0, total[i]);
-    __syncwarp();
-    cluster_arrive();
-    cluster_wait();
+        for (int i = 0; i < N; ++i)
+            send_to_block(in_block(shared_address(&shares[first][warp][i]), 0), in_block(come(), 0), total[i]);
+    if (first > 0) return;
+    barrier_wait_for_cluster(come(), 0);
 #endif
-    if (lane == 0)  // in the first block, of what this thread wrote itself or what others did
+    if (lane == 0)  // in the first block, of what this thread wrote itself or what came
 #pragma unroll
         for (int i = 0; i < N; ++i) {
             total[i] = 0.0;
