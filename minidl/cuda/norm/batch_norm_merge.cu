@@ -40,9 +40,9 @@ struct Merged {
 #if SUMS
         double total[2];
         sum_chunks<float2>(
-            total, there ? chunks : 0,
-            [&](int chunk) {
-                const float* from = first + i64(chunk) * 2 * own + channel;
+            total, there, chunks, 2 * own,
+            [&](i64 at) {
+                const float* from = first + channel + at;
                 return make_float2(from[0], from[own]);
             },
             [&](double(&v)[2], int, const float2& part) {
@@ -59,10 +59,9 @@ struct Merged {
         const int rows = int(count.rows);
         double total[3];  // sums of count * d, count * d^2, M2
         sum_chunks<Part>(
-            total, there ? chunks : 0,
-            [&](int chunk) {
-                const i64 from = i64(chunk) * own + channel;
-                return Part{first[from], squares[from]};
+            total, there, chunks, own,
+            [&](i64 at) {
+                return Part{first[at + channel], squares[at + channel]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
                 const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
@@ -129,9 +128,9 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
     const float old_gamma = mine && accumulate && dgamma ? dgamma[channel] : 0.0f;
     double total[2];
     sum_chunks<float2>(
-        total, from_channel < channels ? chunks : 0,
-        [&](int chunk) {
-            const float* from = partial + i64(chunk) * 2 * channels + from_channel;
+        total, from_channel < channels, chunks, 2 * channels,
+        [&](i64 at) {
+            const float* from = partial + from_channel + at;
             return make_float2(from[0], from[channels]);
         },
         [&](double(&v)[2], int, const float2& part) {

@@ -24,7 +24,7 @@
 
 constexpr int GROUP = 8, LANES = 32;
 constexpr int WARPS = GROUP * LANES / 32;
-constexpr int RESIDENT = SHARES == 8 ? 2 : 3;  // blocks a multiprocessor, for which registers must suffice
+constexpr int RESIDENT = 2;  // blocks a multiprocessor, for which registers must suffice
 static_assert(WARPS == GROUP, "a warp sums a channel of the group");
 static_assert(CLUSTER == 1 || CLUSTER == SHARES, "a block has one share, or all");
 
@@ -69,28 +69,32 @@ DEVICE bool has_total(int channels) {
     return threadIdx.x % 32 == 0 && total_channel() < channels;
 }
 
-// add(v, chunk, what) with what load(chunk) gave, for a thread's chunks in order: as many loads as a thread mostly has
-// are on their way at once, for what a merge takes is the time of one.
-template <class What, int N, class Load, class Add>
-DEVICE void add_chunks(double (&v)[N], int first, int chunks, Load load, Add add) {
-    constexpr int AHEAD = sizeof(What) > 8 ? 4 : SHARES == 8 ? 16 : 8, STEP = SHARES * LANES;
+// add(v, chunk, what) with what load(chunk * pitch) gave, for a thread's chunks in order, so many at once: what a merge
+// takes is the time of one load, and of the instructions, also those for chunks that there are not.
+template <int AHEAD, class What, int N, class Load, class Add>
+DEVICE void add_chunks(double (&v)[N], int first, int chunks, int pitch, Load load, Add add) {
+    constexpr int STEP = SHARES * LANES;
+    i64 at = i64(first) * pitch;
+#pragma unroll 1
     for (int begin = first; begin < chunks; begin += AHEAD * STEP) {
-        What what[AHEAD];
+        What what[AHEAD] = {};
 #pragma unroll
-        for (int i = 0; i < AHEAD; ++i)
-            if (begin + i * STEP < chunks) what[i] = load(begin + i * STEP);
+        for (int i = 0; i < AHEAD; ++i, at += STEP * pitch) {
+            asm volatile("" : "+l"(at));  // or each is a product of its own
+            if (begin + i * STEP < chunks) what[i] = load(at);
+        }
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i) await_here(what[i]);
 #pragma unroll
         for (int i = 0; i < AHEAD; ++i)
-            if (begin + i * STEP < chunks) add(v, begin + i * STEP, what[i]);
+            if (SUMS || begin + i * STEP < chunks) add(v, begin + i * STEP, what[i]);  // of sums zero adds nothing
     }
 }
 
-// The totals of a channel over `chunks` chunks, in the threads that have them; add(v, chunk, what) adds what
-// load(chunk) gave. To be called once, by all threads, after begin_merge().
+// The totals over `chunks` chunks of a channel, if it is there, in the threads that have them; add(v, chunk, what) adds what
+// load(chunk * pitch) gave. To be called once, by all threads, after begin_merge().
 template <class What, int N, class Load, class Add>
-DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
+DEVICE void sum_chunks(double (&total)[N], bool there, int chunks, int pitch, Load load, Add add) {
     __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #if CLUSTER > 1
@@ -101,7 +105,13 @@ DEVICE void sum_chunks(double (&total)[N], int chunks, Load load, Add add) {
 #endif
     for (int share = first; share < last; ++share) {
         double v[N] = {};
-        add_chunks<What>(v, share * LANES + threadIdx.x / GROUP, chunks, load, add);
+        const int first_chunk = share * LANES + threadIdx.x / GROUP, last_chunk = there ? chunks : 0;
+        if (chunks <= 2 * SHARES * LANES)
+            add_chunks<2, What>(v, first_chunk, last_chunk, pitch, load, add);
+        else if (chunks <= 4 * SHARES * LANES || !SUMS)
+            add_chunks<4, What>(v, first_chunk, last_chunk, pitch, load, add);
+        else
+            add_chunks<16, What>(v, first_chunk, last_chunk, pitch, load, add);
         if (share > first) __syncthreads();  // parts have been read
 #pragma unroll
         for (int i = 0; i < N; ++i) {
