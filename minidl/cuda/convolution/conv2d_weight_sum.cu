@@ -24,7 +24,7 @@
 #include "conv2d_weight_hopper.cuh"
 
 constexpr int SPAN = 128 / sizeof(T), DOWN = DTYPE ? 8 : 1;
-constexpr int PATCH = 128, DEEP = SPLIT > 8 ? 4 : 8 / LINES;  // values of a patch; parts that a thread has in flight
+constexpr int PATCH = 128;  // values of a patch
 
 struct Problem {
     int tiles_m, tiles_n, turn_m, turn_n;
@@ -44,7 +44,8 @@ DEVICE void add(float4& sum, const float4& value) {
 
 using Sums = float4[LINES][2];
 
-// The parts of this thread, of two patches in each line.
+// The parts of this thread, of two patches in each line, DEEP of them in flight.
+template <int DEEP>
 DEVICE void sum_up(Sums& sums, const float* from, int count, int part_values, int line_values) {
 #pragma unroll
     for (int i = 0; i < LINES; ++i) sums[i][0] = sums[i][1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -110,7 +111,11 @@ conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__
     const i64 part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
     const int place = (pair - tile_n * p.wide * p.span) * (2 * PATCH) + threadIdx.x % 32 * 4;
     Sums sums;
-    sum_up(sums, partials + part * part_values + line * line_values + place, count, part_values, line_values);
+    const float* const from = partials + part * part_values + line * line_values + place;
+    if (SPLIT > 8 || count <= 4 / LINES * SPLIT)
+        sum_up<4 / LINES>(sums, from, count, part_values, line_values);
+    else
+        sum_up<8 / LINES>(sums, from, count, part_values, line_values);
     if constexpr (SPLIT > 1) {
         join(sums);
         if (threadIdx.x >= 32 * WARPS) return;
