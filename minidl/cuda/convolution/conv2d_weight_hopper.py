@@ -84,7 +84,7 @@ _SUM = struct(
 _MANY = 4e8  # bytes of both arrays
 _PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 # Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
-ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
+ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**15, 512, 32
 
 
 class Summed(NamedTuple):
