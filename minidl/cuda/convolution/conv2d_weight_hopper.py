@@ -285,6 +285,7 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups
         lines *= 2
     fields["down"] = down // lines
     grid = across // warps * sizes["tiles_n"], fields["down"] * sizes["tiles_m"], groups
+    assert max(grid[1:]) < 2**16, grid
     defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
     values = lots * (parts + shared - 1) * held.rows * held.columns
     return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
