@@ -95,6 +95,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * SPLIT)
 conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__ output,
                          const __grid_constant__ Problem p) {
     await_predecessor();
+    let_next_in();
     // Pairs of patches along all tiles, blocks of columns, and cells along rows, as the gradient has them.
     const u32 pair = blockIdx.x * WARPS + threadIdx.x / 32 % WARPS, span = pair / p.span;
     const u32 tile_n = span / p.wide, tile_m = blockIdx.y / p.down, line = (blockIdx.y - tile_m * p.down) * LINES;

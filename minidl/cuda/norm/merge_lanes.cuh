@@ -5,10 +5,10 @@
 // -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one
 // share after another, in the same order. Blocks: CLUSTER for each group of channels.
 //
-// On an H200 256 threads take 2.5 us with few chunks and 1 us more for each round of loads; 1024 threads begin 1.1 us
-// later, and clusters of such blocks wait for each other's multiprocessors (eight: 20 us for 256 channels). Two
-// channels a thread, half the blocks: 1 us less where chunks have 6 MB and more of 256 channels on, as much more for
-// 64, and 0.2 to 0.6 more for small ones.
+// On an H200 256 threads take 1.5 to 2.5 us with few chunks, 1.1 of them the launch, and some 0.5 us more for each round
+// of loads; 1024 threads begin 1.1 us later, and clusters of such blocks wait for each other's multiprocessors (eight:
+// 20 us for 256 channels). Two channels a thread, half the blocks: 1 us less where chunks have 6 MB and more of 256
+// channels on, as much more for 64, and 0.2 to 0.6 more for small ones. Twice the blocks in clusters: nothing.
 // Four channels a thread, as many blocks, a quarter of the rounds: nothing (25.7 MB of 256 channels 14 us, of 64 17
 // us). Counters in global memory, by which the last block of any number would go on, must be zero at first and apart
 // for kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them
@@ -38,27 +38,18 @@ DEVICE u32 come() {
     __shared__ u64 barrier;
     return shared_address(&barrier);
 }
-
-// As cluster_arrive, but of what was written to memory nothing is made known: that takes a wait for all loads as well.
-DEVICE void cluster_begin() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-
-// As of four values.
-DEVICE void send_to_block(u32 address, u32 barrier, double value) {
-    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %2, [%1];" ::"r"(address),
-                 "r"(barrier), "d"(value)
-                 : "memory");
-}
 #endif
 
 // What a kernel that merges begins with: it waits for the one before, and that the blocks of a cluster have begun is
-// told meanwhile.
+// told meanwhile; then the next one may come.
 DEVICE void begin_merge() {
 #if CLUSTER > 1
     if (threadIdx.x == 0) barrier_init(come(), 1), barrier_init_done();
     __syncwarp();
-    cluster_begin();
+    cluster_arrive_relaxed();
 #endif
     await_predecessor();
+    let_next_in();
 }
 
 // Whether this thread has totals at the end.
