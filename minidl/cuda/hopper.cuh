@@ -406,6 +406,7 @@ DEVICE void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
+
 // cluster_arrive where nothing but initialised barriers is to be seen after: that waits for all loads and stores that
 // are under way.
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
@@ -417,8 +418,8 @@ DEVICE u32 in_block(u32 address, int rank) {
     return there;
 }
 
-// Stores four values, or one, in another block, which counts their bytes at a barrier of its own; both by their addresses
-// there.
+// Stores four values, or one, in another block, which counts their bytes at a barrier of its own; both by their
+// addresses there.
 DEVICE void send_to_block(u32 address, u32 barrier, float4 value) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),

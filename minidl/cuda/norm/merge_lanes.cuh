@@ -5,10 +5,10 @@
 // -DCLUSTER=SHARES where blocks of a cluster are these (compute capability 9.0 and newer), or 1: one block sums one
 // share after another, in the same order. Blocks: CLUSTER for each group of channels.
 //
-// On an H200 256 threads take 1.5 to 2.5 us with few chunks, 1.1 of them the launch, and some 0.5 us more for each round
-// of loads; 1024 threads begin 1.1 us later, and clusters of such blocks wait for each other's multiprocessors (eight:
-// 20 us for 256 channels). Two channels a thread, half the blocks: 1 us less where chunks have 6 MB and more of 256
-// channels on, as much more for 64, and 0.2 to 0.6 more for small ones. Twice the blocks in clusters: nothing.
+// On an H200 256 threads take 1.5 to 2.5 us with few chunks, 1.1 of them the launch, and some 0.5 us more for each
+// round of loads; 1024 threads begin 1.1 us later, and clusters of such blocks wait for each other's multiprocessors
+// (eight: 20 us for 256 channels). Two channels a thread, half the blocks: 1 us less where chunks have 6 MB and more of
+// 256 channels on, as much more for 64, and 0.2 to 0.6 more for small ones. Twice the blocks in clusters: nothing.
 // Four channels a thread, as many blocks, a quarter of the rounds: nothing (25.7 MB of 256 channels 14 us, of 64 17
 // us). Counters in global memory, by which the last block of any number would go on, must be zero at first and apart
 // for kernels that run beside each other; the last block of the kernel that leaves the chunks would read all of them
@@ -82,8 +82,8 @@ DEVICE void add_chunks(double (&v)[N], int first, int chunks, int pitch, Load lo
     }
 }
 
-// The totals over `chunks` chunks of a channel, if it is there, in the threads that have them; add(v, chunk, what) adds what
-// load(chunk * pitch) gave. To be called once, by all threads, after begin_merge().
+// The totals over `chunks` chunks of a channel, if it is there, in the threads that have them; add(v, chunk, what) adds
+// what load(chunk * pitch) gave. To be called once, by all threads, after begin_merge().
 template <class What, int N, class Load, class Add>
 DEVICE void sum_chunks(double (&total)[N], bool there, int chunks, int pitch, Load load, Add add) {
     __shared__ double parts[N][GROUP][WARPS], shares[SHARES][GROUP][N];
