@@ -281,6 +281,8 @@ def _hasty(stem, name, opcodes) -> str | None:
         return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
     if touches.size and touches[0] < waits[0]:
         return "may touch global memory before await_predecessor()"
+    if (opcodes[: waits[0]] == machine_code.LET_IN).any():
+        return "lets the next kernel in before await_predecessor()"
     if (opcodes[: waits[0]] == machine_code.EXIT).any():
         return "may end before await_predecessor(), and let those behind it begin too early"
     return None
@@ -382,6 +384,8 @@ HASTY = {
     "if (x[0] > 0.0f) return; await_predecessor();": "may touch global memory before",
     "if (threadIdx.x) await_predecessor(); else await_predecessor();": "waits for its predecessor 2 times",
     "if (threadIdx.x > 31) return; await_predecessor();": "may end before",
+    "let_next_in(); await_predecessor(); x[0] = 1.0f;": "lets the next kernel in before",
+    "await_predecessor(); let_next_in(); x[0] = 1.0f;": None,
     "__shared__ float s; s = 1.0f; await_predecessor(); x[1] = s;": None,
 }
 

@@ -29,17 +29,11 @@ DEVICE u64 now() {
     return time;
 }
 
-// The next kernel may begin at once: no kernel of the library says so, but the wait must hold then, too.
-DEVICE void let_in() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;");
-#endif
-}
-
+// The next kernel may begin at once, as behind few of the library: the wait must hold then, too.
 extern "C" __global__ void step_kernel(const u32* __restrict__ x, u32* __restrict__ y, int size, int factor, u64 slow) {
 #if WAITS
     await_predecessor();
-    let_in();
+    let_next_in();
 #endif
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
     const u32 value = 3u * x[i64(i) * factor % size] + y[i];
@@ -52,7 +46,7 @@ extern "C" __global__ void step_kernel(const u32* __restrict__ x, u32* __restric
 extern "C" __global__ void clock_kernel(u64* when, u64 slow) {
     const u64 begun = now();
     await_predecessor();
-    let_in();
+    let_next_in();
     when[0] = begun, when[1] = now();
     while (now() - begun < slow);
     when[2] = now();

@@ -407,14 +407,9 @@ DEVICE void cluster_sync() {
     cluster_wait();
 }
 
-// Into another block's shared memory, at this block's address of the same.
-DEVICE void store_in_block(u32 address, int rank, double value) {
-    asm volatile(
-        "{\n .reg .b32 there;\n mapa.shared::cluster.u32 there, %0, %1;\n"
-        " st.shared::cluster.f64 [there], %2;\n}" ::"r"(address),
-        "r"(rank), "d"(value)
-        : "memory");
-}
+// cluster_arrive where nothing but initialised barriers is to be seen after: that waits for all loads and stores that
+// are under way.
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 
 // The address there of what is at this block's `address`.
 DEVICE u32 in_block(u32 address, int rank) {
@@ -423,12 +418,19 @@ DEVICE u32 in_block(u32 address, int rank) {
     return there;
 }
 
-// Stores four values in another block, which counts their bytes at a barrier of its own; both by their addresses there.
+// Stores four values, or one, in another block, which counts their bytes at a barrier of its own; both by their
+// addresses there.
 DEVICE void send_to_block(u32 address, u32 barrier, float4 value) {
     asm volatile(
         "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::"r"(address),
         "r"(barrier), "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
         : "memory");
+}
+
+DEVICE void send_to_block(u32 address, u32 barrier, double value) {
+    asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.f64 [%0], %2, [%1];" ::"r"(address),
+                 "r"(barrier), "d"(value)
+                 : "memory");
 }
 
 // As barrier_wait, for what another block of the cluster has sent.

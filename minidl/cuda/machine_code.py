@@ -13,6 +13,7 @@ import numpy as np
 
 _ELF, _TEXT = b"\x7fELF", b".text."
 WAIT = 0x82E  # ACQBULK, what the assembler makes of griddepcontrol.wait for sm_90
+LET_IN = 0x82D  # PREEXIT, of griddepcontrol.launch_dependents
 EXIT = 0x94D
 _INSTRUCTION = np.dtype([("low", "<u8"), ("high", "<u8")])
 _OPCODE = 0xFFF

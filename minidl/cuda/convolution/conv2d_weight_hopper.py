@@ -76,22 +76,22 @@ _HALO_PROBLEM = struct(
 # That of conv2d_weight_sum.cu.
 _SUM = struct(
     "",
-    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows held_rows held_columns span cells rows channels "
-    "spans blocks tile_step block_step accumulate",
+    "tiles_m tiles_n turn_m turn_n steps lots shared parts tile_rows held_rows held_columns down wide span rows "
+    "channels columns spans blocks tile_step block_step accumulate",
 )
 
 
 _MANY = 4e8  # bytes of both arrays
 _PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 # Threads and blocks that adding partial sums up keeps any device busy with, and threads that share a sum, at most.
-ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**16, 512, 32
+ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**15, 512, 32
 
 
 class Summed(NamedTuple):
     """A launch of conv2d_weight_sum.cu that adds up ``values`` float32 of partial sums."""
 
     values: int
-    grid: tuple[int, int]
+    grid: tuple[int, int, int]
     block: int
     problem: np.ndarray
     defines: dict[str, int]
@@ -233,9 +233,10 @@ def plan(
         defines["ONCE"] = (_passing(conv, code) if at_once else 0) | 4 * overflows(conv)
         defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
-    sizes = {"rows": rows, "channels": channels, "spans": spans, "blocks": taps * spans, "steps": steps} | lots
+    sizes = {"rows": rows, "channels": channels, "columns": taps * channels, "spans": spans, "blocks": taps * spans}
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
-    summed = _sum(tile, held, code, vec_y, **sizes) if division.parts > 1 else None
+    sizes |= {"steps": steps} | lots
+    summed = _sum(tile, held, code, vec_y, conv.groups, **sizes) if division.parts > 1 else None
     blocks = lots["lots"] * division.chunks
     threads = tile.threads + (32 if defines.get("BORDER") and tile.resident > 1 else 0)  # else there are idle warps
     return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, summed)
@@ -267,15 +268,15 @@ def _held(tile: WeightTile | HaloTile, rows: int, channels: int, span: int) -> _
     return _Held(min(tile.size[0], round_up(rows, _PATCH[0])), tile.size[1] // span * held, held)
 
 
-def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, **sizes: int) -> Summed:
+def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups: int, **sizes: int) -> Summed:
     """Who adds up the partial sums. ``sizes``: fields of the problem."""
     lots, shared, parts = (sizes[name] for name in ("lots", "shared", "parts"))
     halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
+    down, across, wide = held.rows // _PATCH[0], held.columns // (2 * _PATCH[1]), tile.size[1] // span
     fields = {
-        "tile_rows": tile.size[0], "held_rows": held.rows, "held_columns": held.columns, "span": held.span,
-        "tile_step": 1 if halo else tile.size[1] // span, "block_step": sizes["spans"] if halo else 1,
+        "tile_rows": tile.size[0], "held_rows": held.rows, "held_columns": held.columns, "wide": wide,
+        "span": across // wide, "tile_step": 1 if halo else wide, "block_step": sizes["spans"] if halo else 1,
     }  # fmt: skip
-    down, across = held.rows // _PATCH[0], held.columns // (2 * _PATCH[1])
     cells = lots * shared * down * across
     split = lines = 1
     while 2 * split <= min(parts // shared, MOST_SPLIT) and 32 * split * cells < ENOUGH_THREADS:
@@ -283,8 +284,9 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, **size
     warps = gcd(max(1, 4 // split), across)
     while lines < 4 and down % (2 * lines) == 0 and cells >= 2 * lines * warps * ENOUGH_BLOCKS:
         lines *= 2
-    fields["cells"] = down * across // (lines * warps)
-    grid = fields["cells"] * lots, shared
+    fields["down"] = down // lines
+    grid = across // warps * sizes["tiles_n"], fields["down"] * sizes["tiles_m"], groups
+    assert max(grid[1:]) < 2**16, grid
     defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
     values = lots * (parts + shared - 1) * held.rows * held.columns
     return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)

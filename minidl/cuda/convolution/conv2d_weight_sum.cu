@@ -12,7 +12,8 @@
 // Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS
 // (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum:
 // thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
-// Block: WARPS x SPLIT warps. Grid: (cells of the tiles of all lots, tiles of a lot).
+// Block: WARPS x SPLIT warps. Grid: cells (along columns, along rows, groups): a warp has few loads, and each division
+// that it needs to find them is as much as several.
 // Tried without gain: telling the L2 cache that partials need not be written back once they are read
 // (discard.global.L2). FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the
 // gradient once.
@@ -23,15 +24,16 @@
 #include "conv2d_weight_hopper.cuh"
 
 constexpr int SPAN = 128 / sizeof(T), DOWN = DTYPE ? 8 : 1;
-constexpr int PATCH = 128, DEEP = SPLIT > 8 ? 4 : 8 / LINES;  // values of a patch; parts that a thread has in flight
+constexpr int PATCH = 128;  // values of a patch
 
 struct Problem {
     int tiles_m, tiles_n, turn_m, turn_n;
     int steps, lots, shared, parts;
-    int tile_rows, held_rows, held_columns, span;  // of a tile, and of what is held of it and of a block of its columns
-    int cells;           // of a tile
+    int tile_rows, held_rows, held_columns;  // of a tile, and of what is held of it
+    int down;            // cells of a tile along rows
+    int wide, span;      // blocks of columns of a tile, pairs of patches of each
     int rows, channels;  // of a group
-    int spans, blocks;   // blocks of columns: of a tap, of all taps
+    int columns, spans, blocks;  // of a group; blocks of them: of a tap, of all taps
     int tile_step, block_step;
     int accumulate;
 };
@@ -42,21 +44,24 @@ DEVICE void add(float4& sum, const float4& value) {
 
 using Sums = float4[LINES][2];
 
-// The parts of this thread, of two patches in each line.
-DEVICE void sum_up(Sums& sums, const float* from, int count, i64 part_values, int line_values) {
+// The parts of this thread, of two patches in each line, DEEP of them in flight.
+template <int DEEP>
+DEVICE void sum_up(Sums& sums, const float* from, int count, int part_values, int line_values) {
 #pragma unroll
     for (int i = 0; i < LINES; ++i) sums[i][0] = sums[i][1] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int first = threadIdx.x / (32 * WARPS); first < count; first += DEEP * SPLIT) {
+    const int begin = threadIdx.x / (32 * WARPS);
+    from += i64(begin) * part_values;
+    for (int first = begin; first < count; first += DEEP * SPLIT) {
         Raw<float, 4> raw[DEEP][LINES][2];
 #pragma unroll
-        for (int u = 0; u < DEEP; ++u)
+        for (int u = 0; u < DEEP; ++u, from += SPLIT * part_values) {
+            asm volatile("" : "+l"(from));  // or each address is a product of its own
 #pragma unroll
             for (int i = 0; i < LINES; ++i)
 #pragma unroll
                 for (int j = 0; j < 2; ++j)
-                    if (first + u * SPLIT < count)
-                        raw[u][i][j] =
-                            load_once<4>(from + (first + u * SPLIT) * part_values + i * line_values + j * PATCH);
+                    if (first + u * SPLIT < count) raw[u][i][j] = load_once<4>(from + i * line_values + j * PATCH);
+        }
 #pragma unroll
         for (int u = 0; u < DEEP; ++u)
 #pragma unroll
@@ -90,40 +95,41 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS * SPLIT)
 conv2d_weight_sum_kernel(const float* __restrict__ partials, float* __restrict__ output,
                          const __grid_constant__ Problem p) {
     await_predecessor();
-    const u32 lot = blockIdx.x / p.cells, cell = blockIdx.x - lot * p.cells, turn = blockIdx.y;
-    const u32 tile = turn * p.lots + lot;
-    u32 first = 0, count = p.parts;
+    let_next_in();
+    // Pairs of patches along all tiles, blocks of columns, and cells along rows, as the gradient has them.
+    const u32 pair = blockIdx.x * WARPS + threadIdx.x / 32 % WARPS, span = pair / p.span;
+    const u32 tile_n = span / p.wide, tile_m = blockIdx.y / p.down, line = (blockIdx.y - tile_m * p.down) * LINES;
+    const u32 tile = blockIdx.z * p.tiles_m * p.tiles_n + tile_m * p.turn_m + tile_n * p.turn_n;
+    u32 lot = tile, turn = 0, first = 0, count = p.parts;
     if (p.shared > 1) {
+        turn = tile / p.lots, lot = tile - turn * p.lots;
         const u32 steps = p.steps * p.shared, begin = turn * p.steps;
         first = ((begin + 1) * p.parts - 1) / steps;
         count = ((begin + p.steps) * p.parts - 1) / steps - first + 1;
         if (count == 1) return;  // written already
     }
-    const u32 across = p.held_columns / (16 * WARPS), line = cell / across * LINES;
-    const int column = (cell - line / LINES * across) * (16 * WARPS) + threadIdx.x / 32 % WARPS * 16;  // of those held
-    const int line_values = p.held_columns / 8 * PATCH;
-    const i64 part_values = i64(p.held_rows) * p.held_columns;
+    const int part_values = p.held_rows * p.held_columns, line_values = p.held_columns / 8 * PATCH;
     const i64 part = i64(lot) * (p.parts + p.shared - 1) + first + turn;
+    const int place = (pair - tile_n * p.wide * p.span) * (2 * PATCH) + threadIdx.x % 32 * 4;
     Sums sums;
-    sum_up(sums, partials + part * part_values + line * line_values + column / 8 * PATCH + threadIdx.x % 32 * 4, count,
-           part_values, line_values);
+    const float* const from = partials + part * part_values + line * line_values + place;
+    if (SPLIT > 8 || count <= 4 / LINES * SPLIT)
+        sum_up<4 / LINES>(sums, from, count, part_values, line_values);
+    else
+        sum_up<8 / LINES>(sums, from, count, part_values, line_values);
     if constexpr (SPLIT > 1) {
         join(sums);
         if (threadIdx.x >= 32 * WARPS) return;
     }
-    const u32 tile_m = tile / p.turn_m % p.tiles_m, tile_n = tile / p.turn_n % p.tiles_n;
-    const u32 group = tile / (p.tiles_m * p.tiles_n);
-    const int span = column / p.span;
-    const int block = tile_n * p.tile_step + span * p.block_step, tap = block / p.spans;
-    const int channel = (block - tap * p.spans) * SPAN + column - span * p.span + thread_column();
+    const int block = tile_n * p.tile_step + (span - tile_n * p.wide) * p.block_step, tap = block / p.spans;
+    const int channel = (block - tap * p.spans) * SPAN + (pair - span * p.span) * 16 + thread_column();
     const Target at{tap * p.channels + channel, block < p.blocks ? p.channels - channel : 0};
-    const i64 pitch = i64(p.blocks / p.spans) * p.channels;
-    float* const to = output + i64(group) * p.rows * pitch;
     const int row = tile_m * p.tile_rows + line * 16 + threadIdx.x % 32 / 4 * (DOWN == 1 ? 2 : 1);
+    float* const to = output + i64(blockIdx.z) * p.rows * p.columns;
 #pragma unroll
     for (int i = 0; i < LINES; ++i)
         if (p.accumulate)
-            put_patches<DOWN, ADD>(to, pitch, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
+            put_patches<DOWN, ADD>(to, p.columns, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
         else
-            put_patches<DOWN, SET>(to, pitch, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
+            put_patches<DOWN, SET>(to, p.columns, row + 16 * i, p.rows, at, 0, sums[i][0], sums[i][1]);
 }

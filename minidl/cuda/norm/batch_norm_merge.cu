@@ -8,7 +8,8 @@
 //
 // Cost: reads 8 bytes (1) or 12 (0) per part and channel: of a bf16 tensor in patches of 64 pixels 6 per cent of the
 // bytes, of chunks below 5. What is small takes the time of one load, of the sums over a block, of the last threads'
-// arithmetic, whose operands are therefore loaded first, and of the launch.
+// arithmetic, whose operands are therefore loaded first, and of the launch. Tried without gain, at 32 and 256 images of
+// ResNet-50: parts that convolutions write to stay in the L2 cache (evict_last), and that leave it once they are read.
 #include "merge_lanes.cuh"
 #include "batch_norm_moments.cuh"
 
@@ -16,6 +17,13 @@
 typedef float First;  // sums and sums of squares
 #else
 typedef double First;  // means
+
+struct Part {
+    double mean;
+    float squares;
+};
+
+DEVICE void await_here(Part& part) { await_here(part.mean), await_here(part.squares); }
 #endif
 
 // Mean and M2 of all rows, in the threads that have totals. chunk_rows: of every chunk but the last. Of `known`
@@ -33,9 +41,9 @@ struct Merged {
 #if SUMS
         double total[2];
         sum_chunks<float2>(
-            total, there ? chunks : 0,
-            [&](int chunk) {
-                const float* from = first + i64(chunk) * 2 * own + channel;
+            total, there, chunks, 2 * own,
+            [&](i64 at) {
+                const float* from = first + channel + at;
                 return make_float2(from[0], from[own]);
             },
             [&](double(&v)[2], int, const float2& part) {
@@ -47,19 +55,14 @@ struct Merged {
         // Of values with eight bits, two that differ leave more than this; less is the rounding of the sums.
         if (m2 < total[1] * 0x1p-50) m2 = 0.0;
 #else
-        struct Part {
-            double mean;
-            float squares;
-        };
         const double origin = there && chunks ? first[channel] : 0.0;  // deviations are from the first chunk's mean
         mean = 0 <= mine && mine < own && chunks ? first[mine] : 0.0;
         const int rows = int(count.rows);
         double total[3];  // sums of count * d, count * d^2, M2
         sum_chunks<Part>(
-            total, there ? chunks : 0,
-            [&](int chunk) {
-                const i64 from = i64(chunk) * own + channel;
-                return Part{first[from], squares[from]};
+            total, there, chunks, own,
+            [&](i64 at) {
+                return Part{first[at + channel], squares[at + channel]};
             },
             [&](double(&v)[3], int chunk, const Part& part) {
                 const double some = min(rows - chunk * chunk_rows, chunk_rows), d = part.mean - origin;
@@ -84,23 +87,23 @@ struct Merged {
 };
 
 // stats (1 + 2C,) double.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_merge_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                         const double* __restrict__ before, double* __restrict__ stats, double inverse, int known,
                         int rows, int chunk_rows, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const Merged found(first, squares, before, known, {double(rows), inverse}, chunk_rows, chunks, channels);
     if (has_total(channels)) found.leave(stats, rows, total_channel(), channels);
 }
 
 // What batch_norm_finalize_kernel makes of these statistics, for one rank; and they themselves, unless stats is null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_moments_kernel(const First* __restrict__ first, const float* __restrict__ squares,
                           const double* __restrict__ before, double* __restrict__ stats, float* __restrict__ moments,
                           double* __restrict__ total, float* __restrict__ running_mean, float* __restrict__ running_var,
                           double eps, double momentum, double inverse, double unbiased, int known, int rows,
                           int chunk_rows, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const int channel = total_channel();
     const bool mine = has_total(channels);
     const Running running(running_mean, running_var, momentum, mine ? channel : -1);
@@ -114,21 +117,21 @@ batch_norm_moments_kernel(const First* __restrict__ first, const float* __restri
 
 // sums (2, C) double from partial (chunks, 2, C) float, sums of dy and of dy*(x - mean); also the local parameter
 // gradients where their pointers are not null.
-extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, 3)
+extern "C" __global__ void CLUSTERED __launch_bounds__(GROUP * LANES, RESIDENT)
 batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float* __restrict__ moments,
                                  double* __restrict__ sums, float* __restrict__ dgamma, float* __restrict__ dbeta,
                                  int accumulate, int chunks, int channels) {
-    await_predecessor();
+    begin_merge();
     const int from_channel = read_channel(), channel = total_channel();
     const bool mine = has_total(channels);
-    const float rstd = mine ? moments[channels + channel] : 0.0f;
+    float rstd = mine ? moments[channels + channel] : 0.0f;
     const float old_beta = mine && accumulate && dbeta ? dbeta[channel] : 0.0f;
     const float old_gamma = mine && accumulate && dgamma ? dgamma[channel] : 0.0f;
     double total[2];
     sum_chunks<float2>(
-        total, from_channel < channels ? chunks : 0,
-        [&](int chunk) {
-            const float* from = partial + i64(chunk) * 2 * channels + from_channel;
+        total, from_channel < channels, chunks, 2 * channels,
+        [&](i64 at) {
+            const float* from = partial + from_channel + at;
             return make_float2(from[0], from[channels]);
         },
         [&](double(&v)[2], int, const float2& part) {
@@ -136,6 +139,7 @@ batch_norm_backward_merge_kernel(const float* __restrict__ partial, const float*
             v[1] += part.y;
         });
     if (!mine) return;
+    await_here(rstd);
     total[1] *= rstd;
     sums[channel] = total[0];
     sums[channels + channel] = total[1];

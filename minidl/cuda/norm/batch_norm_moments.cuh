@@ -1,6 +1,6 @@
 // How a batch norm's statistics become moments (2, C), mean and 1/sqrt(biased variance + eps), and running statistics.
 #pragma once
-#include "common.cuh"
+#include "await_here.cuh"
 
 // A number of rows and what sums over them are multiplied by, ready before the sums are: 1/rows, or 0; 1/(rows - 1), or
 // 1.
@@ -21,7 +21,8 @@ DEVICE double inverse_root(double x) {
 // read when this is made.
 struct Running {
     float *mean, *variance;
-    double momentum, old_mean, old_variance;
+    double momentum;
+    float old_mean, old_variance;
 
     // Of a channel, or of none below zero.
     __device__ __forceinline__ Running(float* mean, float* variance, double momentum, int channel)
@@ -35,8 +36,11 @@ struct Running {
         moments[channel] = float(batch_mean);
         moments[channels + channel] = float(inverse_root(m2 * count.inverse + eps));
         if (count.rows == 0.0) return;
+        float before = old_mean, variance_before = old_variance;
+        await_here(before);
+        await_here(variance_before);
         const double unbiased = m2 * count.unbiased;
-        if (mean) mean[channel] = float((1.0 - momentum) * old_mean + momentum * batch_mean);
-        if (variance) variance[channel] = float((1.0 - momentum) * old_variance + momentum * unbiased);
+        if (mean) mean[channel] = float((1.0 - momentum) * before + momentum * batch_mean);
+        if (variance) variance[channel] = float((1.0 - momentum) * variance_before + momentum * unbiased);
     }
 };
