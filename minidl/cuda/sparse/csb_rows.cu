@@ -59,59 +59,93 @@ constexpr int UNIT = 16;  // output features of a warp
 constexpr int HEADER = 10;  // slots
 constexpr int SAMPLES = 32 * VEC;
 constexpr int FETCHERS = 128, THREADS = 32 * UNITS + FETCHERS;
-constexpr int PITCH = PART + 1;  // floats from sample to sample of x in shared memory, features last
-constexpr int PLANE = PART * 128;  // bytes of 32 samples of x, features first
-constexpr bool STRIDED = FEATURES_LAST || VEC % 2;  // a lane's samples are 32 apart, else neighbours
-constexpr int JUMP = FEATURES_LAST ? 128 * PITCH : PLANE;  // bytes between them
-constexpr int SCALE = FEATURES_LAST ? 4 : 128;  // bytes from one summed feature to the next
-constexpr int X_BYTES = FEATURES_LAST ? SAMPLES * PITCH * 4 : VEC * PLANE;
+constexpr int PLANE = PART * 128;  // bytes of a plane of x: 32 samples of each summed feature
+constexpr int APART = VEC % 2 ? 1 : VEC;  // places in it from lane to lane; if 1 a lane reads a place of each plane
+constexpr int X_BYTES = VEC * PLANE;
 constexpr int STAGE = X_BYTES + 8 * CAPACITY;
+constexpr int PIECE = 4096;  // bytes of x that a warp turns at a time, features last: 32 samples of 32 features
+constexpr int ALL_PIECES = X_BYTES / PIECE, PIECES = (ALL_PIECES + 3) / 4;  // of a stage, and of a warp at most
+constexpr int AWAITED = FEATURES_LAST ? FETCHERS / 32 * AHEAD * PIECE : 0;  // bytes of what is not turned yet
 constexpr int NOTES = 4 * (UNITS + 4);  // bytes per stage: where each unit's list lies, and whether the tile ends
 constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
+// What a stage gets: samples and summed features from these on.
+struct Part {
+    i64 sample;
+    int tap, feature;
+};
+
+DEVICE Part first_part(const Problem& p, int tile) { return {i64(tile / p.tiles_down) * SAMPLES, 0, 0}; }
+
 #if FEATURES_LAST
-// A warp fetches whole rows of samples, 32 features a copy, so that an address serves several: what a fetching warp can
-// do is bound by how fast it issues instructions. Samples beyond the last are others again, whose sums nobody writes.
+static_assert(PIECES % AHEAD == 0, "a piece finds the place of the one before it free");
+
+// Starts the copy of piece `which` of a part: rows of 128 bytes, in which chunks of 16 change places, so that neither
+// this nor what reads a chunk of every fourth row meets a bank twice. What is not there is zeros.
 // `pixels`: with CONV, where each sample of the tile finds the tap's pixel, or -1.
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int* pixels) {
-    constexpr int COPIES = PART / 32, STEP = FETCHERS / 32;
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 - UNITS;
-    bool inside[COPIES];
-#pragma unroll
-    for (int c = 0; c < COPIES; ++c) inside[c] = feature + lane + 32 * c < p.depth;
-    to += 4 * (warp * PITCH + lane);
-    x += feature + lane;
-    const int left = (p.samples - sample < SAMPLES ? static_cast<int>(p.samples - sample) : SAMPLES) - warp;
-    const float* from = x + (left > 0 ? sample + warp : sample) * p.x_pitch;
+DEVICE void start_piece(u32 to, int which, const float* __restrict__ x, const Problem& p, const Part& part,
+                        const int* pixels) {
+    constexpr int DOWN = 4 / APART;
+    const int lane = thread_again() % 32, j = lane / 8;
+    // Row 4 a + j is what lies at places 4 a + j of the plane, for which lanes look from 32 samples to the next 32.
+    const int first = j % APART * 32 + j / APART + which / (PART / 32) * (32 / APART);
+    const int feature = part.feature + which % (PART / 32) * 32 + lane % 8 * 4, left = p.depth - feature;
+    const i64 samples = p.samples - part.sample;
+    const int there = (samples < SAMPLES ? static_cast<int>(samples) : SAMPLES) - first;
+    const float* from = x + feature;
+    if (!CONV) from += (part.sample + first) * p.x_pitch;
+    to += lane * 16;
 #pragma unroll 4
-    for (int i = 0; i < SAMPLES / STEP; ++i) {
-#if CONV
-        const int pixel = pixels[warp + i * STEP];
-        from = x + pixel * p.x_pitch;
-#else
-        constexpr int pixel = 0;
-#endif
+    for (int a = 0; a < 8; ++a) {
+        bool inside = a * DOWN < there;
+        const float* source = from;
+        if (CONV) {
+            const int pixel = pixels[first + a * DOWN];
+            source += pixel * p.x_pitch, inside = pixel >= 0;
+        }
 #pragma unroll
-        for (int c = 0; c < COPIES; ++c) copy_async<4>(to + 128 * c, from + 32 * c, inside[c] && pixel >= 0);
-        to += 4 * PITCH * STEP;
-        if ((i + 1) * STEP < left) from += STEP * p.x_pitch;
+        for (int f = 0; f < 4; f += VEC_X)
+            copy_async<4 * VEC_X>((to ^ 16 * a) + 512 * a + 4 * f, source + f, inside && f < left);
+        if (!CONV) from += DOWN * p.x_pitch;
     }
 }
+
+// Turns a piece into a stage's planes, four samples by four features at a time.
+DEVICE void turn_piece(u32 stage, int which, u32 from) {
+    const int lane = thread_again() % 32, a = lane % 8, chunk = lane / 8;
+    from += 512 * a + 16 * (chunk ^ a);
+    const u32 to = stage + which / (PART / 32) * PLANE + which % (PART / 32) * 4096 + 512 * chunk + 16 * a;
+    float v[2][4][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                         : "=f"(v[half][j][0]), "=f"(v[half][j][1]), "=f"(v[half][j][2]), "=f"(v[half][j][3])
+                         : "r"((from ^ 64 * half) + 128 * j) : "memory");
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int f = 0; f < 4; ++f)
+            asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};"
+                         ::"r"(to + 2048 * half + 128 * f), "f"(v[half][0][f]), "f"(v[half][1][f]),
+                         "f"(v[half][2][f]), "f"(v[half][3][f]) : "memory");
+}
 #else
-DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 sample, int feature, const int*) {
+DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, const Part& part) {
     constexpr int ACROSS = 32 / VEC_X, STEP = FETCHERS / ACROSS, COPIES = PART / STEP;
     constexpr int BATCH = COPIES < 8 ? COPIES : 8;  // copies whose bounds are known from one number
     const int thread = threadIdx.x - 32 * UNITS, column = thread % ACROSS * VEC_X, row = thread / ACROSS;
-    const int left = p.depth - feature < PART ? p.depth - feature : PART;
+    const int left = p.depth - part.feature < PART ? p.depth - part.feature : PART;
     const i64 step = STEP * p.x_pitch;
     to += 128 * row + 4 * column;
-    x += (feature + row) * p.x_pitch + sample + column;
+    x += (part.feature + row) * p.x_pitch + part.sample + column;
 #pragma unroll 1
     for (int plane = 0; plane < VEC; ++plane) {
         const float* from = x + 32 * plane;
-        int there = (sample + column + 32 * plane < p.samples ? left : 0) - row;
+        int there = (part.sample + column + 32 * plane < p.samples ? left : 0) - row;
 #pragma unroll 1
         for (int i = 0; i < COPIES; i += BATCH) {
 #pragma unroll
@@ -133,25 +167,53 @@ struct Fetch {
 
 #if CONV
     // Finds the pixels of another tap or tile; the barrier keeps fetching warps from reading them too early or late.
-    __device__ __forceinline__ void find_pixels(const Problem& p, i64 sample, int tap) {
+    __device__ __forceinline__ void find_pixels(const Problem& p, const Part& part) {
+        if (part.feature) return;
         warpgroup_sync(1);
         const int thread = threadIdx.x - 32 * UNITS;
         if (thread < SAMPLES)
-            pixels[thread] = sample + thread < p.samples
-                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(sample + thread), tap)) : -1;
+            pixels[thread] = part.sample + thread < p.samples
+                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(part.sample + thread), part.tap))
+                                 : -1;
         warpgroup_sync(1);
+    }
+#else
+    __device__ __forceinline__ void find_pixels(const Problem&, const Part&) {}
+#endif
+
+#if FEATURES_LAST
+    // Where this warp's i-th piece waits for its turn.
+    __device__ __forceinline__ u32 place(int i) const {
+        return shared + STAGES * STAGE + (thread_again() / 32 * AHEAD + i % AHEAD) * PIECE;
+    }
+
+    __device__ __forceinline__ void start(int i, const float* __restrict__ x, const Problem& p, const Part& part) {
+        if (i == 0) find_pixels(p, part);
+        const int which = thread_again() / 32 + 4 * i;
+        if (which < ALL_PIECES) start_piece(place(i), which, x, p, part, pixels);
+        commit_copies();
+    }
+
+    // Turns a part, whose first pieces are under way, into a stage, and starts the first of the next.
+    __device__ __forceinline__ void turn(u32 stage, const float* __restrict__ x, const Problem& p, Part part,
+                                         const Part next) {
+#pragma unroll 1
+        for (int i = 0; i < PIECES; ++i) {
+            await_copies<AHEAD - 1>();
+            __syncwarp();
+            const int which = thread_again() / 32 + 4 * i;
+            if (which < ALL_PIECES) turn_piece(stage, which, place(i));
+            __syncwarp();
+            if (i + AHEAD == PIECES) part = next;
+            start(i + AHEAD < PIECES ? i + AHEAD : i + AHEAD - PIECES, x, p, part);
+        }
     }
 #endif
 
-    // One part of one tile; `list`: this lane's unit. All fetching warps take the same decisions.
+    // One part of one tile; `list`: this lane's unit; `ends`: it is the tile's last. All fetching warps take the same
+    // decisions.
     __device__ __forceinline__ void part(const uint2* __restrict__ slots, uint2 list, const float* __restrict__ x,
-                                         const Problem& p, i64 sample, int step) {
-#if CONV
-        const int tap = step / p.parts, feature = (step - tap * p.parts) * PART;
-        if (feature == 0) find_pixels(p, sample, tap);
-#else
-        const int feature = step * PART;
-#endif
+                                         const Problem& p, const Part& part, const Part& next, bool ends) {
         const int lane = threadIdx.x % 32;
         const bool leads = threadIdx.x / 32 == UNITS;
         u32 todo = __ballot_sync(0xffffffffu, list.y > 0);
@@ -172,7 +234,7 @@ struct Fetch {
                 const u32 total = 8 * __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
                 if (lane < UNITS) store_word(note + 4 * lane, mine ? X_BYTES + 8 * (sum - size) : NONE);
-                if (lane == 0) store_word(note + 4 * UNITS, step + 1 == p.steps && todo == 0);
+                if (lane == 0) store_word(note + 4 * UNITS, ends && todo == 0);
                 __syncwarp();
                 if (lane == 0) barrier_expect(barrier, total);
                 __syncwarp();
@@ -180,9 +242,14 @@ struct Fetch {
             }
 #if PHASE == 2
             barrier_arrive(barrier);
+#elif FEATURES_LAST
+            Part further = part;
+            if (todo == 0) further = next;
+            turn(stage, x, p, part, further);
+            barrier_arrive(barrier);
 #else
-            fetch_x(stage, x, p, sample, feature, pixels);
-            barrier_arrive_copied(barrier);
+            fetch_x(stage, x, p, part);
+            arrive_with_copies(barrier);
 #endif
             ring.advance();
         } while (todo);
@@ -204,10 +271,10 @@ DEVICE u32 load_word(u32 from) {
 
 // VEC values of x of this lane's samples; `from`: the first.
 DEVICE void load_x(float (&v)[VEC], u32 from) {
-    if constexpr (STRIDED) {
+    if constexpr (APART == 1) {
 #pragma unroll
         for (int j = 0; j < VEC; ++j)
-            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * JUMP));
+            asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v[j]) : "r"(from + j * PLANE));
     } else if constexpr (VEC == 2) {
         asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v[0]), "=f"(v[VEC - 1]) : "r"(from));
     } else {
@@ -228,7 +295,7 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
     if constexpr (COUNT % 2)
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(weights[COUNT - 1]) : "r"(from + 4 * COUNT - 4));
 #pragma unroll
-    for (int k = 0; k < COUNT; ++k) load_x(values[k], __dp4a(indices, static_cast<u32>(SCALE) << 8 * k, x));
+    for (int k = 0; k < COUNT; ++k) load_x(values[k], __dp4a(indices, 128u << 8 * k, x));
 #pragma unroll
     for (int k = 0; k < COUNT; ++k)
 #pragma unroll
@@ -320,32 +387,38 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
                   const Features& features) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
+    constexpr int TOGETHER = VEC_Y == 4 ? 4 : 1;  // lanes that write together, four samples after each other
+    const int own = lane / TOGETHER * TOGETHER;
+    const int left = p.samples - tile < SAMPLES ? static_cast<int>(p.samples - tile) : SAMPLES;
+    y += (tile + own) * p.features;
+    if constexpr (VEC_Y == 4) {
+        const int first = features[lane % 4 * 4], samples = first < p.features ? left - own : 0;
+        y += first;
 #pragma unroll
-    for (int j = 0; j < VEC; ++j) {
-        float v[UNIT];
+        for (int j = 0; j < VEC; ++j) {
+            float v[UNIT];
 #pragma unroll
-        for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
-        if constexpr (VEC_Y == 4) {
+            for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
             swap_fours(v);
-            const int first = features[lane % 4 * 4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                const i64 sample = tile + 32 * j + lane / 4 * 4 + i;
-                if (sample < p.samples && first < p.features)
-                    *reinterpret_cast<float4*>(y + sample * p.features + first) =
-                        make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+                if (32 * j + i < samples)
+                    *reinterpret_cast<float4*>(y) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
+                y += (i < 3 ? 1 : 29) * i64(p.features);
             }
-        } else {
-            const i64 sample = tile + 32 * j + lane;
+            __syncwarp();  // else more is moved at a time than registers hold
+        }
+    } else {
 #pragma unroll
-            for (int i = 0; i < UNIT; ++i) {
-                const int feature = features[i];
-                if (sample < p.samples && feature < p.features) y[sample * p.features + feature] = v[i];
-            }
+        for (int i = 0; i < UNIT; ++i) {
+            const int feature = features[i];
+#pragma unroll
+            for (int j = 0; j < VEC; ++j)
+                if (32 * j < left - own && feature < p.features) y[i64(32 * j) * p.features + feature] = sum[i][j];
         }
     }
 #else
-    const i64 sample = tile + lane * (STRIDED ? 1 : VEC);
+    const i64 sample = tile + lane * APART;
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         const int feature = features[i];
@@ -356,7 +429,7 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
         } else {
 #pragma unroll
             for (int j = 0; j < VEC; ++j) {
-                const int further = STRIDED ? 32 * j : j;
+                const int further = APART == 1 ? 32 * j : j;
                 if (sample + further < p.samples) to[further] = sum[i][j];
             }
         }
@@ -369,8 +442,8 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
                 const float* __restrict__ x, const float* __restrict__ bias, float* __restrict__ y,
                 const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
-    const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + 32, full = notes + STAGES * NOTES;
-    const u32 empty = full + 8 * STAGES;
+    const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + AWAITED + 32;
+    const u32 full = notes + STAGES * NOTES, empty = full + 8 * STAGES;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
@@ -379,25 +452,33 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     await_predecessor();
     __syncthreads();
     if (warp >= UNITS) {
-        if constexpr (UNITS == 16) give_registers<56>();
         Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
+        Part part = first_part(p, blockIdx.x);
+#if FEATURES_LAST && PHASE != 2
+#pragma unroll 1
+        for (int i = 0; i < AHEAD; ++i) fetch.start(i, x, p, part);
+#endif
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int unit = tile % p.tiles_down * UNITS + lane;
-            const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
             const bool there = lane < UNITS && unit < p.units;
             const uint2* const lists = units + i64(unit) * p.steps;
             uint2 next = there ? lists[0] : make_uint2(0, 0);
-            for (int step = 0; step < p.steps; ++step) {
+            for (int step = 1; step <= p.steps; ++step) {
                 const uint2 list = next;
-                if (there && step + 1 < p.steps) next = lists[step + 1];
-                fetch.part(slots, list, x, p, sample, step);
+                if (there && step < p.steps) next = lists[step];
+                Part further = {part.sample, part.tap, part.feature + PART};
+#if CONV
+                if (further.feature == p.parts * PART) further.feature = 0, ++further.tap;
+#endif
+                if (step == p.steps) further = first_part(p, tile + gridDim.x);
+                fetch.part(slots, list, x, p, part, further, step == p.steps);
+                part = further;
             }
         }
+        await_copies<0>();
         return;
     }
-    if constexpr (UNITS == 16) take_registers<104>();
-    constexpr int APART = STRIDED ? 1 : VEC;  // samples from lane to lane
-    const u32 mine = FEATURES_LAST ? 4 * PITCH * lane : lane * APART / 32 * PLANE + lane * APART % 32 * 4;
+    const u32 mine = lane * APART / 32 * PLANE + lane * APART % 32 * 4;
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
@@ -405,7 +486,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         do {
             barrier_wait(full + 8 * ring.index, ring.parity);
             const u32 stage = shared + ring.index * STAGE;
-            const u32* const note = reinterpret_cast<const u32*>(stages + STAGES * STAGE + 32 + ring.index * NOTES);
+            const u32* const note = reinterpret_cast<const u32*>(stages + (notes - shared) + ring.index * NOTES);
             const u32 list = note[warp];
             last = note[UNITS];
             if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + mine);

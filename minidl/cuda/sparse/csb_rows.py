@@ -25,6 +25,7 @@ ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 HEADER = 10  # slots of a list before its values
 FETCHERS = 128  # threads that fetch
+PIECES = 4 * 4096  # bytes of x that they turn at a time, features last: 32 samples of 32 features each warp
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
@@ -55,13 +56,31 @@ class RowsTile(NamedTuple):
         """Of the longest list."""
         return HEADER + UNIT * (self.part * 3 // 4)
 
-    def stage_bytes(self, features_last: bool) -> int:
-        """Shared memory of a stage: x, lists, notes, barriers."""
-        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
-        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
+    @property
+    def x_bytes(self) -> int:
+        """Of a stage."""
+        return 128 * self.part * self.vec
 
-    def shared_bytes(self, features_last: bool) -> int:
-        return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: x, lists, notes, barriers."""
+        return self.x_bytes + 8 * self.capacity + 4 * (self.units + 4) + 16
+
+    @property
+    def pieces(self) -> int:
+        """Of a fetching warp and a stage, features last."""
+        return ceil_div(self.x_bytes, PIECES)
+
+    def shared_bytes(self, ahead: int) -> int:
+        """With so many pieces of each fetching warp under way."""
+        return self.stages * self.stage_bytes + ahead * PIECES + 32 + 128 * self.vec
+
+    def ahead(self, features_last: bool, device: DeviceRecord) -> int:
+        """Pieces under way: all of a stage, or a part of them for which there is room."""
+        if not features_last:
+            return 0
+        fitting = (n for n in range(self.pieces, 0, -1) if self.shared_bytes(n) <= device.shared_per_block)
+        return next(n for n in fitting if self.pieces % n == 0)
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -101,7 +120,8 @@ def choose_tile(
     slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
+    room = device.shared_per_block - 1024 - features_last * tile.pieces * PIECES
+    return tile._replace(stages=max(2, min(6, room // tile.stage_bytes)))
 
 
 def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
@@ -186,14 +206,14 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = 1 if features_last else min(4, vector_width(x))
+    vec_x, ahead = min(4, vector_width(x)), tile.ahead(features_last, current_device())
     wide = 4 if features_last else 1 if tile.vec == 3 else tile.vec
     defines = {
         "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
         "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
-        "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
+        "AHEAD": ahead, "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
-    shared = tile.shared_bytes(features_last)
+    shared = tile.shared_bytes(ahead)
     grid = min(tiles, current_device().multiprocessors)
     arrays = slots, units, order, x, bias, y
     threads = 32 * tile.units + FETCHERS
