@@ -71,13 +71,12 @@ constexpr u32 NONE = 0xffffffffu;
 
 // ---- what the fetching warps do
 
-// What a stage gets: samples and summed features from these on.
+// What a stage gets: so many times SAMPLES samples are before its own, and so many summed features.
 struct Part {
-    i64 sample;
-    int tap, feature;
-};
+    int group, tap, feature;
 
-DEVICE Part first_part(const Problem& p, int tile) { return {i64(tile / p.tiles_down) * SAMPLES, 0, 0}; }
+    __device__ __forceinline__ i64 sample() const { return i64(group) * SAMPLES; }
+};
 
 #if FEATURES_LAST
 static_assert(PIECES % AHEAD == 0, "a piece finds the place of the one before it free");
@@ -92,10 +91,10 @@ DEVICE void start_piece(u32 to, int which, const float* __restrict__ x, const Pr
     // Row 4 a + j is what lies at places 4 a + j of the plane, for which lanes look from 32 samples to the next 32.
     const int first = j % APART * 32 + j / APART + which / (PART / 32) * (32 / APART);
     const int feature = part.feature + which % (PART / 32) * 32 + lane % 8 * 4, left = p.depth - feature;
-    const i64 samples = p.samples - part.sample;
+    const i64 samples = p.samples - part.sample();
     const int there = (samples < SAMPLES ? static_cast<int>(samples) : SAMPLES) - first;
     const float* from = x + feature;
-    if (!CONV) from += (part.sample + first) * p.x_pitch;
+    if (!CONV) from += (part.sample() + first) * p.x_pitch;
     to += lane * 16;
 #pragma unroll 4
     for (int a = 0; a < 8; ++a) {
@@ -141,11 +140,11 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, const
     const int left = p.depth - part.feature < PART ? p.depth - part.feature : PART;
     const i64 step = STEP * p.x_pitch;
     to += 128 * row + 4 * column;
-    x += (part.feature + row) * p.x_pitch + part.sample + column;
+    x += (part.feature + row) * p.x_pitch + part.sample() + column;
 #pragma unroll 1
     for (int plane = 0; plane < VEC; ++plane) {
         const float* from = x + 32 * plane;
-        int there = (part.sample + column + 32 * plane < p.samples ? left : 0) - row;
+        int there = (part.sample() + column + 32 * plane < p.samples ? left : 0) - row;
 #pragma unroll 1
         for (int i = 0; i < COPIES; i += BATCH) {
 #pragma unroll
@@ -172,8 +171,8 @@ struct Fetch {
         warpgroup_sync(1);
         const int thread = threadIdx.x - 32 * UNITS;
         if (thread < SAMPLES)
-            pixels[thread] = part.sample + thread < p.samples
-                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(part.sample + thread), part.tap))
+            pixels[thread] = part.sample() + thread < p.samples
+                                 ? static_cast<int>(p.window.pixel(static_cast<u32>(part.sample() + thread), part.tap))
                                  : -1;
         warpgroup_sync(1);
     }
@@ -444,7 +443,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     extern __shared__ __align__(128) unsigned char stages[];
     const u32 shared = shared_address(stages), notes = shared + STAGES * STAGE + AWAITED + 32;
     const u32 full = notes + STAGES * NOTES, empty = full + 8 * STAGES;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     if (threadIdx.x == 0) {
         for (int i = 0; i < STAGES; ++i) barrier_init(full + 8 * i, FETCHERS + 1), barrier_init(empty + 8 * i, UNITS);
         barrier_init_done();
@@ -453,7 +452,7 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
     __syncthreads();
     if (warp >= UNITS) {
         Fetch fetch = {shared, notes, full, empty, reinterpret_cast<int*>(stages + (empty + 8 * STAGES - shared))};
-        Part part = first_part(p, blockIdx.x);
+        Part part = {static_cast<int>(blockIdx.x) / p.tiles_down, 0, 0};
 #if FEATURES_LAST && PHASE != 2
 #pragma unroll 1
         for (int i = 0; i < AHEAD; ++i) fetch.start(i, x, p, part);
@@ -461,24 +460,21 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const int unit = tile % p.tiles_down * UNITS + lane;
             const bool there = lane < UNITS && unit < p.units;
-            const uint2* const lists = units + i64(unit) * p.steps;
-            uint2 next = there ? lists[0] : make_uint2(0, 0);
-            for (int step = 1; step <= p.steps; ++step) {
-                const uint2 list = next;
-                if (there && step < p.steps) next = lists[step];
-                Part further = {part.sample, part.tap, part.feature + PART};
+            for (int step = 0; step < p.steps; ++step) {
+                const uint2 list = there ? units[i64(unit) * p.steps + step] : make_uint2(0, 0);
+                Part further = {part.group, part.tap, part.feature + PART};
 #if CONV
                 if (further.feature == p.parts * PART) further.feature = 0, ++further.tap;
 #endif
-                if (step == p.steps) further = first_part(p, tile + gridDim.x);
-                fetch.part(slots, list, x, p, part, further, step == p.steps);
+                const bool ends = step + 1 == p.steps;
+                if (ends) further = {static_cast<int>(tile + gridDim.x) / p.tiles_down, 0, 0};
+                fetch.part(slots, list, x, p, part, further, ends);
                 part = further;
             }
         }
         await_copies<0>();
         return;
     }
-    const u32 mine = lane * APART / 32 * PLANE + lane * APART % 32 * 4;
     Ring<STAGES> ring;
     for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
         float sum[UNIT][VEC] = {};
@@ -486,12 +482,12 @@ csb_rows_kernel(const uint2* __restrict__ slots, const uint2* __restrict__ units
         do {
             barrier_wait(full + 8 * ring.index, ring.parity);
             const u32 stage = shared + ring.index * STAGE;
-            const u32* const note = reinterpret_cast<const u32*>(stages + (notes - shared) + ring.index * NOTES);
-            const u32 list = note[warp];
-            last = note[UNITS];
-            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + mine);
+            const u32 note = notes + ring.index * NOTES, list = load_word(note + 4 * warp);
+            const u32 place = thread_again() % 32 * APART;
+            if (PHASE != 1 && list != NONE) multiply(sum, stage + list, stage + place / 32 * PLANE + place % 32 * 4);
+            last = load_word(note + 4 * UNITS);
             __syncwarp();
-            if (lane == 0) barrier_arrive(empty + 8 * ring.index);
+            if (thread_again() % 32 == 0) barrier_arrive(empty + 8 * ring.index);
             ring.advance();
         } while (!last);
         const int unit = tile % p.tiles_down * UNITS + warp;
