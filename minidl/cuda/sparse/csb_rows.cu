@@ -306,15 +306,14 @@ DEVICE void take(float (&sum)[VEC], u32 from, u32 indices, u32 x) {
 // through a shuffle they are known to be the same for all lanes, so that branches need no barriers of convergence.
 DEVICE void multiply(float (&sum)[UNIT][VEC], u32 list, u32 x) {
     u32 values = list + 8 * HEADER;
-    u32 first = load_word(list + 16);  // four summed features of an output feature
-    u32 counts = __shfl_sync(0xffffffffu, load_word(list), 0), further = 0;
+    const u32 header = load_word(list + 4 * (thread_again() % 32));  // a word for each lane
+    const auto word = [&](int i) { return __shfl_sync(0xffffffffu, header, i); };
+    u32 counts = word(0), first = word(4);  // of four output features; four summed features of one
 #pragma unroll
     for (int i = 0; i < UNIT; ++i) {
         u32 count = counts >> 8 * (i % 4) & 255, indices = first;
-        if (i + 1 < UNIT) first = load_word(list + 20 + 4 * i);
-        if (i % 4 == 1 && i + 3 < UNIT) further = load_word(list + i + 3);
-        if (i % 4 == 2) further = __shfl_sync(0xffffffffu, further, 0);
-        if (i % 4 == 3) counts = further;
+        if (i + 1 < UNIT) first = word(5 + i);
+        if (i % 4 == 3 && i + 1 < UNIT) counts = word(i / 4 + 1);
 #pragma unroll 1
         for (; count >= 4; count -= 4) {
             const u32 next = load_word(values + 16);
@@ -353,19 +352,15 @@ DEVICE void finish(float (&sum)[UNIT][VEC], const float* __restrict__ bias, cons
 }
 
 #if FEATURES_LAST
-// Four lanes swap fours of values: lane i gets the i-th four of each.
+// Two lanes swap fours of values: the first gets the even ones of both, the other the odd ones.
 DEVICE void swap_fours(float (&v)[UNIT]) {
+    const bool odd = threadIdx.x & 1;
 #pragma unroll
-    for (int bit = 1; bit < 4; bit *= 2) {
-        const bool upper = threadIdx.x & bit;
-#pragma unroll
-        for (int i = 0; i < UNIT; ++i) {
-            if (i / 4 & bit) continue;
-            const float given = upper ? v[i] : v[i + 4 * bit];
-            const float taken = __shfl_xor_sync(0xffffffffu, given, bit);
-            if (upper) v[i] = taken;
-            else v[i + 4 * bit] = taken;
-        }
+    for (int i = 0; i < UNIT; ++i) {
+        if (i / 4 & 1) continue;
+        const float taken = __shfl_xor_sync(0xffffffffu, odd ? v[i] : v[i + 4], 1);
+        if (odd) v[i] = taken;
+        else v[i + 4] = taken;
     }
 }
 #else
@@ -386,13 +381,12 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
                   const Features& features) {
     const int lane = threadIdx.x % 32;
 #if FEATURES_LAST
-    constexpr int TOGETHER = VEC_Y == 4 ? 4 : 1;  // lanes that write together, four samples after each other
-    const int own = lane / TOGETHER * TOGETHER;
+    const int own = VEC_Y == 4 ? lane / 2 * 2 : lane;
     const int left = p.samples - tile < SAMPLES ? static_cast<int>(p.samples - tile) : SAMPLES;
     y += (tile + own) * p.features;
     if constexpr (VEC_Y == 4) {
-        const int first = features[lane % 4 * 4], samples = first < p.features ? left - own : 0;
-        y += first;
+        // Two lanes write eight neighbours of a sample, then of the other's, a sector of memory each.
+        const int lines[2] = {features[lane % 2 * 4], features[lane % 2 * 4 + 8]};
 #pragma unroll
         for (int j = 0; j < VEC; ++j) {
             float v[UNIT];
@@ -400,10 +394,11 @@ DEVICE void write(float* __restrict__ y, const float (&sum)[UNIT][VEC], const Pr
             for (int i = 0; i < UNIT; ++i) v[i] = sum[i][j];
             swap_fours(v);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                if (32 * j + i < samples)
-                    *reinterpret_cast<float4*>(y) = make_float4(v[4 * i], v[4 * i + 1], v[4 * i + 2], v[4 * i + 3]);
-                y += (i < 3 ? 1 : 29) * i64(p.features);
+            for (int i = 0; i < UNIT; i += 4) {
+                const int sample = 32 * j + i / 4 % 2, feature = lines[i / 8];
+                if (own + sample < left && feature < p.features)
+                    *reinterpret_cast<float4*>(y + i64(sample) * p.features + feature) =
+                        make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
             }
             __syncwarp();  // else more is moved at a time than registers hold
         }
