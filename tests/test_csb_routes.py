@@ -196,6 +196,26 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
         np.testing.assert_array_equal(*results)
 
 
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("before,behind", [(0, 4), (4, 0), (1, 3), (0, 1), (2, 4)])
+def test_rows_read_operands_at_any_pitch(cuda_ops, rng, before, behind, features_last):
+    """Copies take as many bytes as rows and their pitch allow, and nothing of what lies between."""
+    from minidl.cuda.device import current_device
+
+    if not csb_rows.applies(64, np.dtype(float32), current_device()):
+        pytest.skip("needs a Hopper GPU")
+    a = Matrix(cuda_ops, rng, (130, 200), 64, 0.2, values=draw)
+    x = _operand(rng, a, 136, False, features_last, float32, draw)
+    length = x.shape[1]
+    wide = np.full((x.shape[0], before + length + behind), np.nan, float32)
+    wide[:, before : before + length] = x
+    with route("rows"):
+        expected = a.matmul(cuda_ops.from_host(x), features_last=features_last)
+        got = a.matmul(cuda_ops.from_host(wide)[:, before : before + length], features_last=features_last)
+    np.testing.assert_array_equal(got, expected)
+    assert np.isfinite(expected).all()
+
+
 TILES = [(16, 4), (16, 3), (8, 2), (4, 3), (8, 1)]  # units, vec
 
 

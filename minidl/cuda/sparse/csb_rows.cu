@@ -4,23 +4,22 @@
 // A block owns UNITS * 16 output features times SAMPLES = 32 * VEC samples. Four warps fetch, PART summed features at a
 // time, its piece of x (asynchronous copies) and the units' lists (csb_lists.cu; bulk copies) into a ring of stages;
 // lists that do not fit into a stage come in several, x with each. Each of UNITS warps multiplies its unit: a lane holds
-// 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each. Features first, x lies in planes of
-// 32 samples, so that a summed feature's byte times 128 is where it begins, which one instruction adds to an address.
-// With FEATURES_LAST x lies in shared memory as it does outside, rows of samples at a pitch of PART + 1 floats, where
-// lanes a row apart meet no bank twice; so nothing is ever transposed.
+// 16 x VEC sums in registers, reads items by broadcast and VEC values of x for each. There x lies in planes of 32
+// samples, so that a summed feature's byte times 128 is where it begins, which one instruction adds to an address. With
+// FEATURES_LAST, where rows of samples come, a fetching warp turns pieces of 32 samples by 32 features, four by four in
+// registers, from where copies of 16 bytes brought them; AHEAD of its pieces are under way, also of the next stage.
 //
 // Tried and slower, on 2048 x 2048 x 4096 at 98 % where not said otherwise: rows of x by bulk copies, of which 512
-// bytes take the engine some 70 cycles, and through registers; a third stage (no gain); x transposed on the way by
-// copies of four bytes (1.2 times). x turned in registers, so that with FEATURES_LAST, too, a load brings 16 bytes of
-// it (1.0 times; 1024 x 512 x 50176 1.07; at 95 % 0.93 to 1.04): multiplying alone took 89 us, not 95, but loads of
-// four bytes get 2.8 TB/s out of L2, whether 16 or 32 KiB are under way, copies of four bytes 3.9, and those of 16,
-// features first, 5.8; to prefetch into L2 cost 1.05 times. Not tried: loads of 16 bytes, turned four by four. Lanes in
-// two or four groups, each with a unit of its own and as much fewer samples (1.3 and 1.7 times): a warp takes as long
-// as its longest rows. 32 samples of up to 1408 summed features in shared memory, all output features in turn, four in
-// lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2): an item is then fetched for 32 samples, and 5 to 20 %
-// of them were pads. An output feature of its own for each lane (1.8 times): elements cost no broadcast, but a block
-// waits for its longest rows. Output features dealt one by one with FEATURES_LAST, and brought side by side through
-// shared memory before they are written (1024 x 512 x 50176: 230 us instead of 206).
+// bytes take the engine some 70 cycles; a third stage (no gain). With FEATURES_LAST: x read where it lies, a pitch of
+// PART + 1 floats keeping lanes from meeting a bank (1.04 times, 1.00 to 1.13 over five shapes, outputs being written
+// otherwise): that takes copies of four bytes, which get 3.9 TB/s out of L2, those of 16 get 5.8; x through registers all the way, by loads of four bytes, of which L2
+// gives 2.8 TB/s (1.04 times). Words of lists handed around by redux instead of read by all lanes: the header's (1.05
+// times), all (1.2). Lanes in two or four groups, each with a unit of its own and as much fewer samples (1.3 and 1.7
+// times): a warp takes as long as its longest rows. 32 samples of up to 1408 summed features in shared memory, all
+// output features in turn, four in lockstep, sorted by length (1.1 to 1.5 times, 256 x 2304 2.2): an item is then
+// fetched for 32 samples, and 5 to 20 % of them were pads. An output feature of its own for each lane (1.8 times): a
+// block waits for its longest rows. Output features dealt one by one with FEATURES_LAST, and brought side by side
+// through shared memory before they are written (1024 x 512 x 50176: 230 us instead of 206).
 //
 //   slots, units   csb_lists.cu                                              (8 bytes);  (unit, part)
 //   order     csb_order.py, or null: output features by units                int32
@@ -36,9 +35,9 @@
 // a part of the pixels that a tap meets (csb_window.cuh).
 //
 // Macros: UNITS (4, 8, 16), VEC (1 to 4), PART (64, 128: summed features at a time), STAGES,
-// CAPACITY (slots of a stage), FEATURES_LAST, CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats
-// per store: VEC unless 3, with FEATURES_LAST 4, or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no
-// x).
+// CAPACITY (slots of a stage), FEATURES_LAST, AHEAD (with it: pieces of x under way, a part of a warp's in a stage),
+// CONV (with FEATURES_LAST), VEC_X (floats per copy of x), VEC_Y (floats per store: VEC unless 3, with FEATURES_LAST 4,
+// or 1), PHASE (0; to take times apart 1 multiplies nothing, 2 copies no x).
 #include "csb_tensor.cuh"
 #include "csb_window.cuh"
 
