@@ -15,6 +15,7 @@ import numpy as np
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
 from minidl.cuda.sparse.csb_order import RANGE, UNIT
@@ -24,7 +25,7 @@ from minidl.shapes import Pair, ceil_div, round_up
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 HEADER = 10  # slots of a list before its values
-FETCHERS = 128  # threads that fetch
+FETCHERS = 128  # threads that fetch, but for the copy engine's 32
 PIECES = 4 * 4096  # bytes of x that they turn at a time, features last: 32 samples of 32 features each warp
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
@@ -190,6 +191,11 @@ def convolve(
     multiply(tile, *made, order, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
+@functools.lru_cache(maxsize=256)
+def _views(part: int, features: int, samples: int, pitch: int) -> Views:
+    return Views((View(0, (samples, features), (4 * pitch,), (32, part), swizzled=False), 0))
+
+
 def multiply(
     tile: RowsTile, slots: Any, units: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
     phase: str = "all", **convolution: Any,
@@ -207,14 +213,16 @@ def multiply(
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
     vec_x, ahead = min(4, vector_width(x)), tile.ahead(features_last, current_device())
+    views = _views(tile.part, count, length, pitch)
+    engine = not features_last and vec_x == 4 and views.legal and max(count, length) < 2**31
     wide = 4 if features_last else 1 if tile.vec == 3 else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
-        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
-        "AHEAD": ahead, "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity, "STAGES": tile.stages,
+        "FEATURES_LAST": int(features_last), "AHEAD": ahead, "CONV": int(bool(convolution)), "ENGINE": int(engine),
+        "VEC_X": vec_x, "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
     shared = tile.shared_bytes(ahead)
     grid = min(tiles, current_device().multiprocessors)
-    arrays = slots, units, order, x, bias, y
-    threads = 32 * tile.units + FETCHERS
+    arrays = slots, units, order, TensorMaps(views, (x,)) if engine else x, bias, y
+    threads = 32 * tile.units + (32 if engine else FETCHERS)
     launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)
