@@ -59,6 +59,13 @@ class Matrix:
         return self.ops.to_host(self.ops.csb_matmul(*self.pattern, self.values, x, *self.place, **options))
 
 
+def _skip_without_rows(side):
+    from minidl.cuda.device import current_device
+
+    if not csb_rows.applies(side, np.dtype(float32), current_device()):
+        pytest.skip("needs a Hopper GPU")
+
+
 def _operand(rng, a, samples, transposed, features_last, dtype, values=draw_integers):
     features = a.dense.shape[0 if transposed else 1]
     return values(rng, (samples, features) if features_last else (features, samples), dtype)
@@ -181,11 +188,8 @@ def test_every_route_gives_its_bits_again_and_keeps_samples_apart(cuda_ops, rng,
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("side", [64, 128, 256])
 def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transposed, features_last):
-    from minidl.cuda.device import current_device
-
-    if not csb_rows.applies(side, np.dtype(float32), current_device()):
-        pytest.skip("needs a Hopper GPU")
-    a = Matrix(cuda_ops, rng, (300, 500), side, 0.3, values=draw)
+    _skip_without_rows(side)
+    a = Matrix(cuda_ops, rng, (302, 501), side, 0.3, values=draw)
     where = {"transposed": transposed, "features_last": features_last}
     for samples in (5, 64, 133, 256):
         x = cuda_ops.from_host(_operand(rng, a, samples, transposed, features_last, float32, draw))
@@ -194,6 +198,20 @@ def test_rows_give_the_bits_of_the_generic_kernel(cuda_ops, rng, side, transpose
             with route(name):
                 results.append(a.matmul(x, **where))
         np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
+@pytest.mark.parametrize("before,behind", [(0, 4), (4, 0), (1, 3), (0, 1), (2, 4)])
+def test_rows_read_operands_at_any_pitch(cuda_ops, rng, before, behind, features_last):
+    """Copies take as many bytes as rows and their pitch allow, and nothing of what lies between."""
+    _skip_without_rows(64)
+    a = Matrix(cuda_ops, rng, (130, 200), 64, 0.2, values=draw)
+    x = _operand(rng, a, 136, False, features_last, float32, draw)
+    wide = np.pad(x, ((0, 0), (before, behind)), constant_values=np.nan)
+    with route("rows"):
+        given = cuda_ops.from_host(x), cuda_ops.from_host(wide)[:, before : before + x.shape[1]]
+        expected, got = (a.matmul(v, features_last=features_last) for v in given)
+    np.testing.assert_array_equal(got, expected)
 
 
 TILES = [(16, 4), (16, 3), (8, 2), (4, 3), (8, 1)]  # units, vec
@@ -206,11 +224,7 @@ def test_every_tile_gives_the_same_bits(cuda_ops, rng, part, density, shape, tra
     """Whichever tile sizes choose, also where each thread block takes several, with output features as they lie and in
     another order.
     """
-    from minidl.cuda.device import current_device
-
-    device = current_device()
-    if not csb_rows.applies(64, np.dtype(float32), device):
-        pytest.skip("needs a Hopper GPU")
+    _skip_without_rows(64)
     a = Matrix(cuda_ops, rng, shape, 64, density, values=draw)
     where = {"transposed": transposed, "features_last": features_last}
     elements = (a.dense != 0).sum(0 if transposed else 1) * rng.integers(1, 9, shape[1 if transposed else 0])
@@ -364,11 +378,8 @@ def test_sampled_products_of_float32_do_full_blocks_of_a_sparse_matrix(cuda_ops,
 
 
 def _check_dots(cuda_ops, rng, a, samples, features_last):
-    from minidl.cuda.device import current_device
-
     shape, side = a.place
-    if not csb_rows.applies(side, np.dtype(float32), current_device()):
-        pytest.skip("needs a Hopper GPU")
+    _skip_without_rows(side)
     dy, x = (draw_integers(rng, (samples, f) if features_last else (f, samples), float32) for f in shape)
     out = cuda_ops.from_host(np.ones(a.values.size, float32))
     given = cuda_ops.from_host(dy), cuda_ops.from_host(x)
@@ -453,7 +464,7 @@ def test_tiles_fit_the_device():
     ):
         tile = csb_rows.choose_tile(features, 2048, samples, density, last, H200)
         assert tile.stages >= 2 and tile.capacity >= tile.unit_slots
-        assert tile.shared_bytes(last) <= H200.shared_per_block
+        assert tile.shared_bytes(tile.ahead(last, H200)) <= H200.shared_per_block
     for samples in (1, 16, 17, 64):
         tile = csb_skinny.choose_tile(samples, 8192, 8192)
         assert tile.samples >= samples and tile.shared_bytes <= H200.shared_per_block

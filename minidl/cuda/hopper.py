@@ -26,7 +26,7 @@ _CORNERS = range(-128, 128)
 
 
 class View(NamedTuple):
-    """One map but for the array's address; rows of 128 bytes swizzled, but not those of `BYTES`.
+    """One map but for the array's address.
 
     Attributes:
         code: the macro DTYPE, `TF32` or `BYTES`.
@@ -38,6 +38,7 @@ class View(NamedTuple):
         steps: between the pixels of a column, (w, h).
         offset: bytes from the array's address.
         neighbours: whether the second-level cache shall fetch 256 bytes for a row, so with the next one's, or just it.
+        swizzled: whether rows, of 128 bytes, are swizzled in shared memory; those of `BYTES` never are.
     """
 
     code: int
@@ -48,6 +49,7 @@ class View(NamedTuple):
     steps: Pair = (1, 1)
     offset: int = 0
     neighbours: bool = True
+    swizzled: bool = True
 
     @property
     def legal(self) -> bool:
@@ -110,7 +112,7 @@ def _encode(view: View, base: int) -> bytes:
         ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
         numbers(wide, view.sizes), numbers(wide, view.pitches),
     )  # fmt: skip
-    swizzle = _SWIZZLE_NONE if view.code == BYTES else _SWIZZLE_128B
+    swizzle = _SWIZZLE_NONE if view.code == BYTES or not view.swizzled else _SWIZZLE_128B
     promotion = _PROMOTION_256B if view.neighbours else _PROMOTION_128B
     tail = (signed(0), signed(swizzle), signed(promotion), signed(0))
     if view.corners is None:

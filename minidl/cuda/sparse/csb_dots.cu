@@ -246,7 +246,7 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
             for (int step = first; step < last; ++step) {
                 barrier_wait(empty + 8 * ring.index, ring.parity ^ 1);
                 fetch_stage(shared + ring.index * STAGE, dy, x, p, region, step);
-                barrier_arrive_copied(full + 8 * ring.index);
+                arrive_with_copies(full + 8 * ring.index);
                 ring.advance();
             }
             __syncthreads();

@@ -15,6 +15,7 @@ import numpy as np
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
 from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
 from minidl.cuda.sparse.csb_order import RANGE, UNIT
@@ -24,7 +25,8 @@ from minidl.shapes import Pair, ceil_div, round_up
 ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 HEADER = 10  # slots of a list before its values
-FETCHERS = 128  # threads that fetch
+FETCHERS = 128  # threads that fetch, but for the copy engine's 32
+PIECES = 4 * 4096  # bytes of x that they turn at a time, features last: 32 samples of 32 features each warp
 CAPACITIES = (1280, 2048, 3072, 4096, 6144, 8192)  # slots of a stage, to choose from: few, as each is a variant
 SLACK = 1.15  # room for lists longer than the mean
 CLEARLY = 0.95  # of a tile's expected time: less is worth more loads of items
@@ -55,13 +57,31 @@ class RowsTile(NamedTuple):
         """Of the longest list."""
         return HEADER + UNIT * (self.part * 3 // 4)
 
-    def stage_bytes(self, features_last: bool) -> int:
-        """Shared memory of a stage: x, lists, notes, barriers."""
-        x = 32 * self.vec * (self.part + 1) if features_last else self.part * 32 * self.vec
-        return 4 * x + 8 * self.capacity + 4 * (self.units + 4) + 16
+    @property
+    def x_bytes(self) -> int:
+        """Of a stage."""
+        return 128 * self.part * self.vec
 
-    def shared_bytes(self, features_last: bool) -> int:
-        return self.stages * self.stage_bytes(features_last) + 32 + 128 * self.vec
+    @property
+    def stage_bytes(self) -> int:
+        """Shared memory of a stage: x, lists, notes, barriers."""
+        return self.x_bytes + 8 * self.capacity + 4 * (self.units + 4) + 16
+
+    @property
+    def pieces(self) -> int:
+        """Of a fetching warp and a stage, features last."""
+        return ceil_div(self.x_bytes, PIECES)
+
+    def shared_bytes(self, ahead: int) -> int:
+        """With so many pieces of each fetching warp under way."""
+        return self.stages * self.stage_bytes + ahead * PIECES + 32 + 128 * self.vec
+
+    def ahead(self, features_last: bool, device: DeviceRecord) -> int:
+        """Pieces under way: all of a stage, or a part of them for which there is room."""
+        if not features_last:
+            return 0
+        shares = (n for n in range(self.pieces, 1, -1) if self.pieces % n == 0)
+        return next((n for n in shares if self.shared_bytes(n) <= device.shared_per_block), 1)
 
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
@@ -101,14 +121,15 @@ def choose_tile(
     slots = 0.5 * items + max(0.25 * (items - 1.5), 0) + 0.3
     wanted = max(tile.unit_slots, SLACK * units * (HEADER + UNIT * slots))
     tile = tile._replace(capacity=next((c for c in CAPACITIES if c >= wanted), CAPACITIES[-1]))
-    return tile._replace(stages=min(6, (device.shared_per_block - 1024) // tile.stage_bytes(features_last)))
+    room = device.shared_per_block - 1024 - features_last * tile.pieces * PIECES
+    return tile._replace(stages=max(2, min(6, room // tile.stage_bytes)))
 
 
 def _tile_time(units: int, vec: int, depth: int, density: float) -> float:
     """Microseconds of a thread block on an H200: loads of x, multiply-adds with loads of items, beginning and end.
 
     Fitted to (units, vec) = (16, 4), (16, 3), (16, 2) and (8, 4) at a depth of 2048, 98 % zeros, features last: 52.5,
-    43.6, 35.0 and 40.8.
+    43.6, 35.0 and 40.8 before x was turned on its way. Features first take 43.1, 39.5, 32.0 and 31.0.
     """
     return depth / 2048 * (4.85 * vec + 12.2 * units * density * (vec + 2)) + 9.7
 
@@ -170,6 +191,11 @@ def convolve(
     multiply(tile, *made, order, source, y, True, bias, False, parts=parts, window=(*axes, depth, parts))
 
 
+@functools.lru_cache(maxsize=256)
+def _views(part: int, features: int, samples: int, pitch: int) -> Views:
+    return Views((View(0, (samples, features), (4 * pitch,), (32, part), swizzled=False), 0))
+
+
 def multiply(
     tile: RowsTile, slots: Any, units: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool,
     phase: str = "all", **convolution: Any,
@@ -186,15 +212,17 @@ def multiply(
         depth=length if features_last else count, units=units.shape[0], steps=units.shape[1], tiles_down=down,
         tiles=tiles, relu=relu, **convolution,
     )  # fmt: skip
-    vec_x = 1 if features_last else min(4, vector_width(x))
+    vec_x, ahead = min(4, vector_width(x)), tile.ahead(features_last, current_device())
+    views = _views(tile.part, count, length, pitch)
+    engine = not features_last and vec_x == 4 and views.legal and max(count, length) < 2**31
     wide = 4 if features_last else 1 if tile.vec == 3 else tile.vec
     defines = {
-        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity,
-        "STAGES": tile.stages, "FEATURES_LAST": int(features_last), "CONV": int(bool(convolution)), "VEC_X": vec_x,
-        "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
+        "UNITS": tile.units, "VEC": tile.vec, "PART": tile.part, "CAPACITY": tile.capacity, "STAGES": tile.stages,
+        "FEATURES_LAST": int(features_last), "AHEAD": ahead, "CONV": int(bool(convolution)), "ENGINE": int(engine),
+        "VEC_X": vec_x, "VEC_Y": wide if y.shape[-1] % wide == 0 else 1, "PHASE": PHASES[phase],
     }  # fmt: skip
-    shared = tile.shared_bytes(features_last)
+    shared = tile.shared_bytes(ahead)
     grid = min(tiles, current_device().multiprocessors)
-    arrays = slots, units, order, x, bias, y
-    threads = 32 * tile.units + FETCHERS
+    arrays = slots, units, order, TensorMaps(views, (x,)) if engine else x, bias, y
+    threads = 32 * tile.units + (32 if engine else FETCHERS)
     launch("csb_rows", "csb_rows_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)

@@ -218,7 +218,7 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
                     copy_bulk(stage, from + i64(step) * W_BYTES, W_BYTES, barrier);
                 }
                 fetch_x(stage + W_BYTES, x, p, sample, step * DEPTH);
-                barrier_arrive_copied(barrier);
+                arrive_with_copies(barrier);
                 ring.advance();
             }
         }

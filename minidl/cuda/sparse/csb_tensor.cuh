@@ -3,11 +3,6 @@
 #pragma once
 #include "hopper.cuh"
 
-// Arrives once all of this thread's asynchronous copies have been written.
-DEVICE void barrier_arrive_copied(u32 barrier) {
-    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
 // Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read, wherever it points, and zeros are written.
 template <int BYTES>
 DEVICE void copy_async(u32 to, const void* from, bool valid) {
@@ -19,6 +14,13 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(readable)
                      : "memory");
 }
+
+// Closes the group of the copies started since the last call.
+DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Waits until at most PENDING groups of this thread's copies are under way.
+template <int PENDING>
+DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Copies neighbouring bytes, a multiple of 16, all aligned to as much.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
