@@ -182,7 +182,7 @@ def infinite(rng, case):
     return x, norm, np.ones_like(dy)
 
 
-def test_what_is_outside_stays_zero_whatever_the_shift(forced_ops, rng):  # noqa: F811
+def test_what_is_outside_stays_zero_whatever_the_shift(forced_ops, rng):
     """Outputs that see padding alone are zeros."""
     case = Case("far-padding", (3, 1, 1, 64), (64, 3, 3), padding=(3, 3))
     x, norm, _ = infinite(rng, case)
@@ -193,25 +193,23 @@ def test_what_is_outside_stays_zero_whatever_the_shift(forced_ops, rng):  # noqa
     assert not y.any()
 
 
-def test_taps_outside_and_pixels_behind_the_last_give_nothing_whatever_the_shift(cuda_ops, rng, monkeypatch):
+def test_taps_outside_and_pixels_behind_the_last_give_nothing_whatever_the_shift(hopper, rng, monkeypatch):
     """All taps but one see padding alone, and the pixels do not fill the last stage. (Not for the kernel with a halo,
     which multiplies all of x by zeros around dy.)"""
     case = Case("one-pixel", (70, 1, 1, 64), (64, 3, 3), padding=(1, 1))
-    if not fits("hopper", case, bfloat16):
-        pytest.skip("needs compute capability 9.0")
     x, norm, dy = infinite(rng, case)
-    x, dy, norm = *put(cuda_ops, x, dy), put(cuda_ops, *norm)
-    conv = convolution("test", case.x, case.w, *(case.options[o] for o in FORWARD))
+    x, dy, norm = *put(hopper, x, dy), put(hopper, *norm)
+    conv = plan_of(case)
     for tile in conv2d_weight_hopper.TILES:
         forced = conv2d_weight_hopper.taken(Choice("hopper", tile.name, (1, 1)), conv, True)
         if forced is None:
             continue
         monkeypatch.setattr(conv2d_weight_hopper, "taken", lambda *_, forced=forced: forced)
         monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda _: True)
-        out = cuda_ops.from_host(np.full(case.w, 7, np.float32))
+        out = hopper.from_host(np.full(case.w, 7, np.float32))
         with family("hopper"):
-            cuda_ops.conv2d_backward_weight(dy, x, norm=norm, out=out, **case.options)
-        found = cuda_ops.to_host(out)
+            hopper.conv2d_backward_weight(dy, x, norm=norm, out=out, **case.options)
+        found = hopper.to_host(out)
         assert np.isnan(found[:, 1, 1, 3]).all(), tile.name
         assert (found[:, 1, 1, 5] == np.inf).all(), tile.name
         found[:, 1, 1, 3] = found[:, 1, 1, 5] = 0
