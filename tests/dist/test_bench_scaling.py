@@ -70,21 +70,6 @@ def test_what_no_arm_means_is_refused(monkeypatch):
             bench_scaling.Arm.parse(wrong, "cpu")
 
 
-def test_a_peer_that_was_left_out_leaves_its_columns_empty(monkeypatch, capsys):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    import bench_scaling
-
-    row = {
-        "case": "net/b1", "arm": "links", "messages": 1, "ms": 2.0, "spread": 0.0, "images_per_s": 10.0, "ranks": 2,
-        "efficiency": 0.9, "exposed_ms": 0.2, "exposed_range_ms": 0.1, "exposed_by_events_ms": None,
-        "peers": {"torch-ddp": 3.0}, "peer_images_per_s": {"torch-ddp": 5.0}, "peer_efficiency": {"torch-ddp": 0.5},
-        "peer_exposed_ms": {"torch-ddp": 1.5},
-    }  # fmt: skip
-    bench_scaling.table([row, row | {"arm": "nccl", "peers": {}}], list(bench_scaling.PEERS))
-    with_peer, without = capsys.readouterr().out.splitlines()[-2:]
-    assert "links" in with_peer and "50.00%" in with_peer and "nccl" in without and "50.00%" not in without
-
-
 def made(arm, *, case="net/b1", ranks=2, peers=3.0, efficiency=0.9):
     row = {
         "case": case, "dtype": "bf16", "ranks": ranks, "arm": arm, "images_per_s": 10.0, "exposed_ms": 1.0, "ms": 2.0,
