@@ -18,7 +18,6 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
-from minidl.cuda.convolution.conv2d_divided import FEW
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -413,7 +412,7 @@ def test_every_kernel_is_launched_by_a_call():
     assert written == launched
 
 
-WHOLE = (*conv2d_hopper_tiles.TILES, *conv2d_hopper_tiles.SMALL)
+WHOLE = (*conv2d_hopper_tiles.TILES, conv2d_hopper_tiles.SMALL)
 
 
 def _tiles_of_hopper():
@@ -432,7 +431,7 @@ def _planned_for(tile) -> dict:
         shape, filters, pair = (4, 16, 16, c), (c, kernel, kernel, c), (stride, stride)
         conv = convolution("test", shape, filters, pair, (kernel // 2,) * 2, (1, 1), 1)
         launches = []
-        if code and kernel == 1 and tile in (*conv2d_hopper_tiles.TILES, FEW):
+        if code and kernel == 1 and tile in WHOLE:
             for parts in (2, 4) if backward else (1, 8):
                 launches += conv2d_hopper.plan(conv, code, backward, (c, 0), False, device, (tile, 1), parts=parts)
         if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts):

@@ -52,12 +52,12 @@ DEVICE void await_predecessor() {
 }
 
 // Lets the next kernel in while this one still runs, behind its own wait: the launch, 1.1 us, is then over when this
-// one ends. For kernels that take little more than that, merges and sums. Others do not say it, neither when their
+// one ends. For merges of batch norms, which take little more than that. Others do not say it, neither when their
 // blocks begin their work nor before they wait: blocks that only wait then take the places that become free first,
 // several of them on one multiprocessor and none on others, where they stay when their work begins. On an H200 a
-// ResNet-50 step of 32 images takes 1.6 % less with the wait alone, 1.1 % less again if merges and sums let the next
-// one in (256 images: as much as before), and 2.6 % more if all do; with batch norms' backward pass 256 images take 2 %
-// more.
+// ResNet-50 step of 32 images takes 1.6 % less with the wait alone, 1.1 % less again if merges and sums of weight
+// gradients let the next one in (256 images: as much as before; sums: conv2d_weight_sum.cu tells what else that does),
+// and 2.6 % more if all do; with batch norms' backward pass 256 images take 2 % more.
 DEVICE void let_next_in() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

@@ -18,7 +18,6 @@ from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of,
 from minidl.shapes import ceil_div
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
-FEW = SMALL[0]  # with it stages are all filters but for few rows
 MOST_ROWS = 256
 # Multiprocessors that clusters of so many blocks reach, as those of a cluster are of one group (seen on an H200).
 # Constants, so that sums are cut alike on every device.
@@ -73,7 +72,7 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
     if conv.groups > 1 or not is_flat(conv) or conv.height * conv.width > 1 or conv.images > MOST_ROWS:
         return []
     stages = _stages(conv, backward, code)
-    return [Division(tile, parts) for tile in (*TILES, FEW) for parts in PARTS if parts <= stages]
+    return [Division(tile, parts) for tile in (*TILES, SMALL) for parts in PARTS if parts <= stages]
 
 
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:

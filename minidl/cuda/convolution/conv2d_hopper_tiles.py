@@ -101,10 +101,12 @@ TILES = (
     HopperTile(128, 64, 4, 1, 2, 0.25, 0.33, 0.1),
 )
 # For what fills no more than one round of such blocks: more multiprocessors fetch. Of 64 images at 7x7 pixels 1152-192
-# takes an H200 7.9 us for 9.2, 320-1280, data gradient, 8.7 for 10.1; 960-160 of 128 images 8.3 for 9.7. Tried, each
-# slower than one of the two: 128x64 and 64x128 of eight stages, 64x64 of twelve; blocks of a cluster with neighbouring
-# columns that fetch a share of their pixels each, for all of them (1152-192 two 9.3 us, four 9.2).
-SMALL = HopperTile(64, 64, 6, 1, 2, 0.17, 0.0, 0.1), HopperTile(64, 192, 6, 3, 1, 0.35, 0.8, 0.3)
+# takes an H200 7.9 us for 9.2, 320-1280, data gradient, 8.7 for 10.1. Tried, each slower: 128x64 and 64x128 of eight
+# stages, 64x64 of twelve; blocks of a cluster with neighbouring columns that fetch a share of their pixels each, for
+# all of them (1152-192 two 9.3 us, four 9.2). Beside it 64x192 of six was 4 % faster on 7x7 pixels (960-160 of 128
+# images 8.3 us for 9.7), but taken by the model where it is slower, too: 1432-464, 1x1 with a stride of two, at 93x92
+# pixels by 44 %.
+SMALL = HopperTile(64, 64, 6, 1, 2, 0.17, 0.0, 0.1)
 # The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks.
 PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
@@ -146,7 +148,9 @@ def candidates(
     One that normalises its input needs the registers of a multiprocessor for itself. All tiles of as many parts add up
     alike, to the bit.
     """
-    tiles = *TILES, *(tile for tile in SMALL if work(conv, backward, tile)[0] <= tile.resident * _WORKERS)
+    tiles = TILES
+    if work(conv, backward, SMALL)[0] <= SMALL.resident * _WORKERS:
+        tiles = *TILES, SMALL
     if normalized:
         tiles = *(tile for tile in TILES if tile.resident == 1), *([ROOMY] if conv.kernel == (1, 1) else [])
     if parts > 1:
