@@ -1,4 +1,4 @@
-"""Sweeps: every combination once, each in a process of its own; what was measured is written, what fails is told."""
+"""Sweeps: every combination once, each in a process of its own; what was measured is kept, what fails is told."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ if behaviour == "several":
     inner = [{"case": f"{a.model}/b{b}", "setup": {"batch": b}, "step": {}} for b in (1, 2)]
 row = {"case": f"{a.model}/b{a.batch}", "layer": "conv1", "pass": "forward", "dtype": a.precision or "fp32",
        "arm": "minidl", "ms": 1.0, "spread": 0.0, "floor_ms": None, "peers": {}, "ranks": ranks, "batch": None}
-machine = {"gpu": "NVIDIA H200"}
+machine = {"gpu": behaviour[8:] if behaviour.startswith("machine") else "NVIDIA H200"}
 more = {"points": inner} if behaviour == "several" else {"setup": {"model": a.model, "batch": int(a.batch)}, "step": {}}
 content = {"schema": 1, "benchmark": a.verb, "commit": "c0ffee", "machine": machine, "rows": [row], "spans": [1],
            "ceilings": {"copy": 1}, "conventions": "c", "warnings": ["hot"] * (a.batch == "32"), **more}
@@ -122,6 +122,8 @@ def test_the_grid_is_every_combination_once(folder):
     ]
     assert points[3].words == ("layers", "--model=resnet20", "--batch=64")
     assert points[3].label == "resnet20 batch 64 ranks 2"
+    assert len({p.name for p in points}) == 4  # ranks are part of it
+    assert [p.name for p in points] == [p.name for p in read(folder, GRID)]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +230,44 @@ def test_a_sweep_merges_the_rows_of_all_points(folder, capsys):
     assert told.endswith("grid.json: 8 of 8 points\n")
 
 
+def test_what_was_measured_is_kept_and_only_that(folder, capsys, monkeypatch):
+    assert run(folder, GRID, "--json", str(folder / "out" / "x.json")) == 0
+    assert len(processes(folder)) == 4
+    first = load(folder / "out" / "x.json")
+    parts = sorted((folder / "out" / "x.json.parts").iterdir())
+    assert len(parts) == 4 and {p.suffix for p in parts} == {".json"}
+    capsys.readouterr()
+
+    wider = GRID.replace("[32, 64]", "[16, 32, 64]")
+    assert run(folder, wider, "--json", str(folder / "out" / "x.json")) == 0
+    assert [line.split()[3] for line in processes(folder)] == ["16", "16"]  # new points only
+    assert capsys.readouterr().out.count("... kept\n") == 4
+    assert load(folder / "out" / "x.json")["rows"][2:] == first["rows"]
+
+    parts[0].write_text(parts[0].read_text()[:-100])  # cut short
+    stripped = json.loads(parts[1].read_text())
+    del stripped["sweep"]  # its sweep was killed before it looked at it
+    parts[1].write_text(json.dumps(stripped))
+    assert run(folder, GRID, "--json", str(folder / "out" / "x.json")) == 0
+    assert len(processes(folder)) == 2
+    assert run(folder, GRID, "--json", str(folder / "out" / "x.json"), "--fresh") == 0
+    assert len(processes(folder)) == 4
+    monkeypatch.setattr(sweep, "_source", lambda: "other code")
+    assert run(folder, GRID, "--json", str(folder / "out" / "x.json")) == 0
+    assert len(processes(folder)) == 4
+
+
+def test_the_digest_of_the_code_changes_with_the_code(folder, monkeypatch):
+    package = folder / "minidl"
+    (package / "bench").mkdir(parents=True)
+    monkeypatch.setattr(sweep, "__file__", str(package / "bench" / "sweep.py"))
+    digests = []
+    for name, text in [("a.py", "1"), ("a.py", "2"), ("b.cu", "2"), ("notes.txt", "x")]:
+        (package / name).write_text(text)
+        digests.append(sweep._source())
+    assert len(set(digests)) == 3 and digests[2] == digests[3]  # text is no code
+
+
 def test_a_point_that_fails_is_told_and_the_others_go_on(folder, capsys, monkeypatch):
     monkeypatch.setenv("FAKE_64", "fail")
     monkeypatch.setenv("FAKE_128", "silent")
@@ -242,6 +282,18 @@ def test_a_point_that_fails_is_told_and_the_others_go_on(folder, capsys, monkeyp
         (32, True), (64, False), (128, False), (256, True),
     ]  # fmt: skip
     assert "no memory for 64 samples" in content["points"][1]["error"] and content["points"][1]["setup"] is None
+    processes(folder)
+    monkeypatch.delenv("FAKE_64")
+    monkeypatch.delenv("FAKE_128")
+    assert run(folder, GRID.replace("64]", "64, 128, 256]").replace("[1, 2]", "[1]")) == 0
+    assert [line.split()[3] for line in processes(folder)] == ["64", "128"]  # failures are tried again
+
+
+def test_a_result_left_from_before_does_not_pass_for_a_failed_run(folder, monkeypatch):
+    assert run(folder) == 0
+    monkeypatch.setenv("FAKE_64", "silent")
+    assert run(folder, GRID, "--fresh") == 1
+    assert {row["batch"] for row in load(folder / "grid.json")["rows"]} == {32}
 
 
 def test_nothing_is_written_when_no_point_succeeds(folder, monkeypatch, capsys):
@@ -263,23 +315,36 @@ def test_a_point_that_hangs_is_ended(folder, monkeypatch, capsys, how):
         run(folder, GRID, "--timeout", "0")
 
 
-def test_an_interrupted_sweep_ends_its_process_and_leaves_the_points_before(folder, monkeypatch, capsys):
+def test_an_interrupted_sweep_ends_its_process_and_goes_on_later(folder, monkeypatch, capsys):
     started = []
 
     class Interrupted(sweep.subprocess.Popen):
         def wait(self, timeout=None):
-            if str(folder / "fake.py") in self.args and self not in started:
+            if len(started) < 2:
                 started.append(self)
-                if len(started) == 2:
-                    raise KeyboardInterrupt
+            if len(started) == 2 and timeout is None:
+                started.append(None)
+                raise KeyboardInterrupt
             return super().wait(timeout)
 
     monkeypatch.setattr(sweep.subprocess, "Popen", Interrupted)
     monkeypatch.setenv("FAKE_64", "hang")
     assert run(folder, GRID.replace("[1, 2]", "[1]")) == 130
-    assert "interrupted after 1 of 2 points" in capsys.readouterr().err
+    assert "run the same command to go on" in capsys.readouterr().err
     assert started[1].returncode is not None and started[1].returncode < 0  # by the signal
-    assert [row["batch"] for row in load(folder / "grid.json")["rows"]] == [32]
+    monkeypatch.undo()
+    monkeypatch.setenv("FAKE_LOG", str(folder / "log"))
+    processes(folder)
+    assert run(folder, GRID.replace("[1, 2]", "[1]")) == 0
+    assert [line.split()[3] for line in processes(folder)] == ["64"]
+
+
+def test_points_of_two_machines_are_not_mixed(folder, monkeypatch):
+    monkeypatch.setenv("FAKE_64", "machine NVIDIA A100")
+    message = r"batch 64 ranks 1 was measured on NVIDIA A100, the points before it on NVIDIA H200; .*--fresh"
+    with pytest.raises(ValueError, match=message):
+        run(folder)
+    assert not (folder / "grid.json").exists()
 
 
 def test_a_point_may_hold_several_networks(folder, monkeypatch):
@@ -304,7 +369,7 @@ def swept():
         options = {"batch": batch, "group_mb": group_mb}
         points.append(sweep.Point(options, ("model", f"--batch={batch}"), 1, f"batch {batch}"))
         content = bench_network(Setup("lenet", batch, "fp32", "cpu"), SOLO, ceilings, isolated=False, seconds=0.01)
-        outcomes.append(content | {"seconds": 1.0} if batch < 8 else RuntimeError("no memory"))
+        outcomes.append(content | {"sweep": {"seconds": 1.0}} if batch < 8 else RuntimeError("no memory"))
     return json.loads(json.dumps(sweep._merged(points, outcomes)))
 
 

@@ -10,21 +10,23 @@
     ranks = [1, 2]             # more than one: started by python -m minidl.launch
 
 Names are those of the verb's options. A process per point keeps one point's memory, clocks and failures out of the
-next. The result file is written after each point: a sweep that is cut short leaves the points before.
+next. Each point's result stays in a folder beside the output, so that a sweep that was cut short goes on where it
+stopped: what the same options gave with the same source code is not measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import itertools
+import json
 import os
 import shlex
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +43,7 @@ _IN_KEY = ("model", "layer", "input", "batch", "image_size", "precision", "ranks
 _FOUND = ("setup", "step", "ceilings", "warnings", "commit", "date", "seconds")
 _LAST_LINES = 5
 _PATIENCE_S = 10.0
+_SOURCES = {".py", ".pyx", ".h", ".cu", ".cuh", ".so"}
 
 ParserOf = Callable[[str], argparse.ArgumentParser]
 Program = Callable[[int], Sequence[str]]
@@ -61,6 +64,11 @@ class Point:
     words: tuple[str, ...]
     ranks: int
     label: str
+
+    @property
+    def name(self) -> str:
+        """Of the point's part file: the same for the same arguments."""
+        return hashlib.sha256(json.dumps([self.ranks, *self.words]).encode()).hexdigest()[:16]
 
 
 def program(ranks: int) -> list[str]:
@@ -164,23 +172,47 @@ def _words(action: argparse.Action, name: str, value: Any) -> list[str]:
 # -- measuring --------------------------------------------------------------------------------------------------------
 
 
-def _measure(point: Point, program: Program, limit: float | None) -> dict[str, Any]:
-    """Run one point; the content of its result file.
+def _source() -> str:
+    """A digest of this package's code: equal commits may hold different changes."""
+    digest, folder = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(p for p in folder.rglob("*") if p.suffix in _SOURCES and p.is_file()):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _kept(part: Path, point: Point, source: str) -> dict[str, Any] | None:
+    """What an earlier sweep measured at this point with this code; None where there is nothing of it, or not all."""
+    try:
+        content = results.load(part)
+    except (OSError, ValueError):
+        return None
+    made = content.get("sweep")
+    same = isinstance(made, dict) and made.get("words") == [*point.words] and made.get("ranks") == point.ranks
+    return content if same and made.get("source") == source else None
+
+
+def _measure(point: Point, part: Path, source: str, program: Program, limit: float | None) -> dict[str, Any]:
+    """Run one point and keep its result.
 
     Raises:
         RuntimeError: when it fails, with the last lines it said.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        part, log, started = Path(folder) / "part.json", Path(folder) / "log", time.perf_counter()
-        with log.open("w") as said:
-            status = _supervise([*program(point.ranks), *point.words, "--json", str(part)], said, limit)
-        if status != 0:
-            reason = f"took more than {limit:g} s" if status is None else f"exit status {status}"
-            raise RuntimeError("\n".join([reason, *_last_lines(log)]))
-        try:
-            return results.load(part) | {"seconds": time.perf_counter() - started}
-        except (OSError, ValueError) as error:
-            raise RuntimeError("\n".join([f"it left no result: {error}", *_last_lines(log)])) from error
+    part.unlink(missing_ok=True)  # a result left from before must not pass for this run's
+    log, started = part.with_suffix(".log"), time.perf_counter()
+    command = [*program(point.ranks), *point.words, "--json", str(part)]
+    with log.open("w") as said:
+        status = _supervise(command, said, limit)
+    if status != 0:
+        reason = f"took more than {limit:g} s" if status is None else f"exit status {status}"
+        raise RuntimeError("\n".join([reason, *_last_lines(log)]))
+    try:
+        content = results.load(part)
+    except (OSError, ValueError) as error:
+        raise RuntimeError("\n".join([f"it left no result: {error}", *_last_lines(log)])) from error
+    made = {"words": [*point.words], "ranks": point.ranks, "source": source, "seconds": time.perf_counter() - started}
+    results.write(part, content | {"sweep": made})
+    log.unlink()
+    return content | {"sweep": made}
 
 
 def _supervise(command: Sequence[str], said: Any, limit: float | None) -> int | None:
@@ -216,8 +248,10 @@ def _last_lines(log: Path) -> list[str]:
 
 
 def _merged(points: Sequence[Point], outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """One result file of all points that were measured, of the verb's own benchmark, without spans and memory."""
-    parts = [(point, part) for point, part in zip(points, outcomes, strict=False) if isinstance(part, dict)]
+    """One result file of all points that were measured, of the verb's own benchmark; spans and memory stay in the
+    parts.
+    """
+    parts = [(point, part) for point, part in zip(points, outcomes, strict=True) if isinstance(part, dict)]
     first = parts[0][1]
     rows = [_row(row, point) for point, part in parts for row in part["rows"]]
     told = [f"{point.label}: {said}" for point, part in parts for said in part.get("warnings") or ()]
@@ -225,7 +259,7 @@ def _merged(points: Sequence[Point], outcomes: Sequence[Outcome]) -> dict[str, A
     if len(commits) > 1:
         told.append(f"the points were measured at different commits: {', '.join(sorted(commits))}")
     common = {key: first.get(key) for key in ("ceilings", "conventions")}
-    records = [record for pair in zip(points, outcomes, strict=False) for record in _records(*pair)]
+    records = [record for pair in zip(points, outcomes, strict=True) for record in _records(*pair)]
     return results.result(first["benchmark"], rows, first["machine"], **common, points=records, warnings=told)
 
 
@@ -245,7 +279,7 @@ def _records(point: Point, outcome: Outcome) -> list[dict[str, Any]]:
     asked = {"options": point.options, "command": shlex.join(point.words), "ranks": point.ranks}
     if isinstance(outcome, RuntimeError):
         return [asked | dict.fromkeys(_FOUND) | {"error": str(outcome)}]
-    made = {key: outcome.get(key) for key in _FOUND} | {"error": None}
+    made = {key: outcome.get(key) for key in _FOUND} | {"seconds": outcome["sweep"]["seconds"], "error": None}
     inner = outcome.get("points") or [{"case": outcome["rows"][0]["case"]}]
     return [asked | made | own | {"case": _case(own["case"], point)} for own in inner]
 
@@ -257,6 +291,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``minidl bench sweep``."""
     parser.add_argument("file", metavar="FILE.toml", help="the verb, its fixed options and the grid of the others")
     parser.add_argument("--json", metavar="PATH", help="the merged result file; default: FILE.json")
+    parser.add_argument("--fresh", action="store_true", help="measure again what an earlier sweep measured")
     parser.add_argument("--timeout", type=float, metavar="SECONDS", help="give up on a point that takes longer")
 
 
@@ -268,28 +303,18 @@ def run(args: argparse.Namespace, parser_of: ParserOf, program: Program = progra
         program: the command line before the verb for so many ranks.
 
     Raises:
-        OSError, ValueError: from `read`.
+        OSError, ValueError: from `read`; also when parts were measured on different machines.
     """
     if args.timeout is not None:
         checks.number("", "--timeout", args.timeout, "of seconds above 0", lambda t: t > 0)
     points = read(args.file, parser_of)
     out = Path(args.json) if args.json else Path(args.file).with_suffix(".json")
-    outcomes: list[Outcome] = []
+    folder = out.with_name(f"{out.name}.parts")
+    folder.mkdir(parents=True, exist_ok=True)
     try:
-        for i, point in enumerate(points, 1):
-            print(f"{i}/{len(points)} {point.label} ... ", end="", flush=True)
-            started = time.perf_counter()
-            try:
-                outcomes.append(_measure(point, program, args.timeout))
-            except RuntimeError as error:
-                print(f"failed after {time.perf_counter() - started:.1f} s", flush=True)
-                print("  " + str(error).replace("\n", "\n  "), file=sys.stderr, flush=True)
-                outcomes.append(error)
-                continue
-            print(f"{time.perf_counter() - started:.1f} s", flush=True)
-            results.write(out, _merged(points, outcomes))
+        outcomes = _sweep(points, folder, args, program)
     except KeyboardInterrupt:
-        print(f"\ninterrupted after {len(outcomes)} of {len(points)} points", file=sys.stderr)
+        print(f"\ninterrupted; the points in {folder} are kept: run the same command to go on", file=sys.stderr)
         return 130
     failed = sum(not isinstance(outcome, dict) for outcome in outcomes)
     if failed < len(points):
@@ -298,3 +323,30 @@ def run(args: argparse.Namespace, parser_of: ParserOf, program: Program = progra
     else:
         print(f"no point succeeded; {out} is not written", file=sys.stderr)
     return int(failed > 0)
+
+
+def _sweep(points: Sequence[Point], folder: Path, args: argparse.Namespace, program: Program) -> list[Outcome]:
+    """What became of each point."""
+    source, outcomes, machine = _source(), [], None
+    for i, point in enumerate(points, 1):
+        print(f"{i}/{len(points)} {point.label} ... ", end="", flush=True)
+        part, started = folder / f"{point.name}.json", time.perf_counter()
+        content = None if args.fresh else _kept(part, point, source)
+        took = "kept" if content is not None else None
+        try:
+            content = content or _measure(point, part, source, program, args.timeout)
+        except RuntimeError as error:
+            print(f"failed after {time.perf_counter() - started:.1f} s", flush=True)
+            print("  " + str(error).replace("\n", "\n  "), file=sys.stderr, flush=True)
+            outcomes.append(error)
+            continue
+        print(took or f"{content['sweep']['seconds']:.1f} s", flush=True)
+        here = results.machine_name(content["machine"])
+        if machine not in (None, here):
+            raise ValueError(
+                f"{folder}: {point.label} was measured on {here}, the points before it on {machine}; "
+                f"measure all on one with --fresh, or keep them apart with another --json"
+            )
+        machine = here
+        outcomes.append(content)
+    return outcomes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
 
 import pytest
 
@@ -17,25 +18,36 @@ pytestmark = [pytest.mark.mpi, pytest.mark.slow]
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(the job, its result file, the folder of its files), the machine's ceilings included."""
+    """(the job, its result file, the folder of its files, processor seconds), the machine's ceilings included."""
     folder = tmp_path_factory.mktemp("bench")
     files = {name: str(folder / f"two.{name}") for name in ("json", "csv", "trace")}
     options = [word for name, path in files.items() for word in (f"--{name}", path)]
-    command = ["-m", "minidl", "bench", "layers", "--model", "resnet20", "--batch", "16", "--device", "cpu", *options]
-    command += ["--image-size", "16", "--seconds", "0.1"]
+    command = ["-m", "minidl", "bench", "layers", "--model", "resnet20", "--batch", "32", "--device", "cpu", *options]
+    before = processor_seconds()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "TIMEOUT_SECONDS", 180.0)
         done = job.run_program(command, 2, folder / "none", MINIDL_CACHE=str(folder / "cache"))
     assert done.status == 0, done.output
-    return done, load(files["json"]), folder
+    return done, load(files["json"]), folder, processor_seconds() - before
+
+
+def processor_seconds():
+    """Of all processes that this one has started and awaited."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def test_it_takes_less_than_a_minute(measured):
+    """On two idle cores, that is: other programs lengthen the wall time, and not that of the processors."""
+    assert 3 < measured[3] / 2 < 60
 
 
 def test_two_ranks_make_one_table(measured):
-    done, content, _ = measured
+    done, content, *_ = measured
     lines = done.output.splitlines()
     (title,) = (line for line in lines if line.startswith("resnet20"))
-    assert "batch 32 on 2 ranks" in title
-    layers = [layer for layer in models.build("resnet20", (16, 16, 3), 10).layers if not isinstance(layer, Flatten)]
+    assert "batch 64 on 2 ranks" in title
+    layers = [layer for layer in models.build("resnet20", (32, 32, 3), 10).layers if not isinstance(layer, Flatten)]
     shown = [line.split()[0] for line in lines if line and line.split()[0] in {layer.name for layer in layers}]
     assert shown == [layer.name for layer in layers], "each once, in network order; a view takes no time"
     assert content["setup"]["ranks"] == 2 and len(content["step"]["rank_ms"]) == 2
@@ -43,7 +55,7 @@ def test_two_ranks_make_one_table(measured):
 
 
 def test_every_gradient_travels_once_and_the_sum_closes(measured):
-    _, content, _ = measured
+    _, content, *_ = measured
     rows = {(row["layer"], row["pass"]): row for row in content["rows"]}
     messages = [row for row in rows.values() if row["pass"] == "all_reduce"]
     carriers = [row for row in messages if row["in"] is None]
@@ -59,7 +71,7 @@ def test_every_gradient_travels_once_and_the_sum_closes(measured):
 
 
 def test_table_and_trace_have_both_ranks(measured):
-    _, content, folder = measured
+    _, content, folder, _ = measured
     with (folder / "two.csv").open() as file:
         assert len(list(csv.DictReader(file))) == len(content["rows"])
     events = json.loads((folder / "two.trace").read_text())["traceEvents"]
