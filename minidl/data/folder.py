@@ -164,8 +164,9 @@ def image_folder(path: str | Path, split: str = "train", size: int = 224) -> Ima
     root = Path(path)
     folder = next((root / name for name in _FOLDERS[split] if (root / name).is_dir()), None)
     if folder is None or not (root / "train").is_dir():
-        wanted = "train" if split == "train" or not (root / "train").is_dir() else " or ".join(_FOLDERS["test"])
-        raise FileNotFoundError(f"image folder: {root} has no folder {wanted}; expected {root}/train/CLASS/*.jpg")
+        names = _FOLDERS["train" if not (root / "train").is_dir() else split]
+        expected = f"expected {root}/{names[0]}/CLASS/*.jpg"
+        raise FileNotFoundError(f"image folder: {root} has no folder {' or '.join(names)}; {expected}")
     if split == "train":
         return ImageFolder(folder, size, augment=Compose(RandomResizedCrop(), RandomHorizontalFlip()))
     names = (entry for entry in os.scandir(root / "train") if entry.is_dir() and not entry.name.startswith("."))
