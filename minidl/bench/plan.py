@@ -26,7 +26,7 @@ from minidl.memory.trace import Trace
 from minidl.memory.visits import candidates, visiting
 from minidl.precision import precision
 from minidl.profile.plots import style
-from minidl.profile.results import load
+from minidl.profile.results import load, write
 from minidl.profile.tables import show
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(a: argparse.Namespace) -> int:
         _alternatives(a, case, limit)
     for path, text in ((a.json, plan.to_json), (a.trace, case.problem.trace.to_json)):
         if path:
-            Path(path).write_text(text() + "\n")
+            write(path, f"{text()}\n".encode())
             print(f"wrote {path}")
     if a.plot:
         style.save(_picture(case.problem, plan, limit), a.plot)
