@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from minidl import checkpoint, checks, legality, resuming
 from minidl.average import WeightAverage
-from minidl.callbacks import Callback, Metric, StepWatch
+from minidl.callbacks import Callback, KeepBest, Metric, StepWatch
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -175,6 +174,8 @@ class Trainer:
         keys = [callback.key for callback in self.callbacks]
         if len(set(keys)) < len(keys):
             raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)
+        if not any(segment.trainable for segment in self.model.arena.segments):
+            raise checks.impossible("Trainer", "the model has no weights that are trained", "freeze fewer of them")
         if self.metrics and self.test_loader is None:
             raise checks.bad_value("Trainer", "metrics", "left out without a test_loader", sorted(self.metrics))
 
@@ -218,15 +219,8 @@ class Trainer:
         return checks.number("Trainer", f"schedule({step})", self.schedule(step), good, lambda v: 0 <= v < math.inf)
 
     def _check_output(self) -> None:
-        """Refuse what no folder can be made of now, and not after an epoch."""
-        if self.output is None:
-            return
-        there = next(path for path in (self.output, *self.output.absolute().parents) if path.exists())
-        expected = "a folder, there already or to be made"
-        if not there.is_dir():
-            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} is a file")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} cannot be written to")
+        if self.output is not None:
+            checkpoint.require_place("Trainer", "output", self.output, "folder")
 
     @property
     def figures(self) -> list[str]:
@@ -260,10 +254,10 @@ class Trainer:
         What another run left in the output folder is replaced; its checkpoints, where it went further than this one
         has come, move into ``previous/`` with its metrics.
         """
-        self._on_rank_0(self._open_output)
         row: dict[str, float] = {}
         for callback in self.callbacks:
             callback.begin(self)
+        self._on_rank_0(self._open_output)  # not before a callback could refuse: it moves what lies there
         self._heed()
         with StopRequest(self.comm) if self.output is not None else nullcontext() as request:
             while self.train_loader.epoch < self.epochs and self.stopped is None and self.ended is None:
@@ -289,7 +283,8 @@ class Trainer:
     def _open_output(self) -> None:
         if self.output is None:
             return
-        previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
+        records = [*MetricsLog.FILES, *(c.file for c in self.callbacks if isinstance(c, KeepBest))]
+        previous = checkpoint.set_aside(self.output, self.step, records)
         if previous is not None:
             print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
         self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch, metrics=list(self.metrics))
