@@ -188,9 +188,10 @@ def match(
 
     Raises:
         ValueError: lists everything that is missing, unexpected or of another shape or dtype.
+        TypeError: what was found is no array.
     """
     wanted = {name: _kind(value) for name, value in expected.items()}
-    given = {name: _kind(value) for name, value in found.items()}
+    given = {name: _kind_of(value, f"{who}: {name}") for name, value in found.items()}
     different = [
         f"{name} (expected {_words(wanted[name])}, got {_words(given[name])})"
         for name in wanted
@@ -273,6 +274,14 @@ def _step_of(path: Path) -> int:
 def _kind(value: Any) -> tuple[tuple[int, ...], np.dtype]:
     shape, dtype = value if isinstance(value, tuple) else (value.shape, value.dtype)
     return tuple(shape), np.dtype(dtype)
+
+
+def _kind_of(value: Any, where: str) -> tuple[tuple[int, ...], np.dtype]:
+    try:
+        return _kind(value)
+    except (AttributeError, TypeError):
+        remedy = "interchange.import_weights reads states of PyTorch"
+        raise checks.bad_dtype("", where, "a NumPy array", checks.describe(value), remedy) from None
 
 
 def _words(kind: tuple[tuple[int, ...], np.dtype]) -> str:
