@@ -256,6 +256,13 @@ def other_weights():
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
 
 
+def other_rate():
+    """One rank would take larger steps: weights would drift apart in silence."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
+    m.SGD(m.Model(graph, device=device, comm=comm), 0.2 if misbehaves else 0.1)
+
+
 def other_rows():
     """One rank takes an image for its own of which the others hold a part each."""
     alone = comm.split(comm.rank)
