@@ -256,6 +256,11 @@ def other_weights():
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
 
 
+def forgotten_communicator():
+    """The gradients of a loss that divides by the samples of one rank would be as many times too large as ranks."""
+    m.SoftmaxCrossEntropy()
+
+
 def other_rate():
     """One rank would take larger steps: weights would drift apart in silence."""
     graph = m.Graph()
