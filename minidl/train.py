@@ -123,6 +123,9 @@ class Trainer:
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
         self._wish: str | None = None
+        if not isinstance(metrics or {}, Mapping):
+            given, remedy = checks.describe(metrics), 'write {"iou": Confusion(comm=comm)}'
+            raise checks.bad_dtype("Trainer", "metrics", "a dictionary of metrics by name", given, remedy)
         self.metrics = {f"test_{name}": metric for name, metric in (metrics or {}).items()}
         self.callbacks = list(callbacks)
         self.comm = model.comm
@@ -168,9 +171,9 @@ class Trainer:
             if loader is not None and loader.dtype != (stored := self.model.precision.storage):
                 remedy = "make it with dtype=model.precision.storage"
                 raise checks.bad_dtype("Trainer", f"images of {argument}", str(stored), loader.dtype, remedy)
-        strange = next((callback for callback in self.callbacks if not hasattr(callback, "key")), None)
-        if strange is not None:
-            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", type(strange).__name__)
+        strange = [c for c in self.callbacks if isinstance(c, type) or not hasattr(c, "key")]
+        if strange:
+            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", checks.describe(strange[0]))
         keys = [callback.key for callback in self.callbacks]
         if len(set(keys)) < len(keys):
             raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)
