@@ -74,7 +74,7 @@ def arguments() -> argparse.Namespace:
 
 def network(a: argparse.Namespace, device: str, mode: str) -> m.Model:
     graph = models.build("unet", (*a.image, 3), 2, width=a.width)
-    return m.Model(graph, device=device, precision=mode).eval()
+    return m.Model(graph, device=device, precision=mode, comm=dist.SOLO).eval()
 
 
 def images(a: argparse.Namespace, batch: int) -> np.ndarray:

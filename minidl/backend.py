@@ -77,7 +77,9 @@ def answer_in_kind(like: Any) -> Callable[[Any], Any]:
     if ops_of(like) is not None:
         return lambda array: array
     library = sys.modules[type(like).__module__.split(".")[0]]
-    borrow = getattr(library, "from_dlpack", None) or library.dlpack.from_dlpack
+    borrow = getattr(library, "from_dlpack", None) or getattr(getattr(library, "dlpack", None), "from_dlpack", None)
+    if borrow is None:  # an object of no array library
+        return lambda array: array
     return lambda array: None if array is None else borrow(array)
 
 

@@ -54,9 +54,15 @@ def save(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], state: Mapp
 
 
 def write_whole(path: str | os.PathLike, data: bytes) -> None:
-    """Write a file, whole or not at all, and wait for the disk; folders are made. One writer per path."""
-    path = Path(path)
+    """Write a file, whole or not at all, and wait for the disk; folders are made. One writer per path.
+
+    A link stays one, and its file is replaced; a device such as /dev/stdout is written to.
+    """
+    path = Path(path).resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not path.is_file() and not path.is_dir():
+        path.write_bytes(data)
+        return
     partial = path.with_name(f".{path.name}{_TEMPORARY}")
     try:
         with partial.open("wb") as file:
@@ -67,6 +73,22 @@ def write_whole(path: str | os.PathLike, data: bytes) -> None:
     finally:
         partial.unlink(missing_ok=True)
     _sync_folder(path.parent)
+
+
+def require_place(who: str, argument: str, path: str | os.PathLike, kind: str = "file") -> None:
+    """Refuse a path that no file, or ``"folder"``, can be written to, before the work whose result it is to hold.
+
+    Raises:
+        ValueError: naming ``argument`` and what is in the way.
+    """
+    path = Path(path)
+    there = next(place for place in (path, *path.absolute().parents) if place.exists())
+    above = kind == "folder" or there != path
+    problem = f"{there} is a {'file' if above else 'folder'}" if there.is_dir() != above else None
+    if problem is None and not os.access(there, os.W_OK | (os.X_OK if above else 0)):
+        problem = f"{there} cannot be written to"
+    if problem is not None:
+        raise checks.bad_value(who, argument, f"a {kind}, there already or to be made", str(path), problem)
 
 
 def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -106,7 +128,9 @@ def latest(folder: str | os.PathLike) -> Path:
     """
     paths = _steps(folder)
     if not paths:
-        raise FileNotFoundError(f"there is no checkpoint in {Path(folder)}")
+        older = Path(folder) / PREVIOUS
+        remedy = f"; {older} has those of a run before" if _steps(older) else ""
+        raise FileNotFoundError(f"there is no checkpoint in {Path(folder)}{remedy}")
     return max(paths, key=_step_of)
 
 
@@ -164,9 +188,10 @@ def match(
 
     Raises:
         ValueError: lists everything that is missing, unexpected or of another shape or dtype.
+        TypeError: what was found is no array.
     """
     wanted = {name: _kind(value) for name, value in expected.items()}
-    given = {name: _kind(value) for name, value in found.items()}
+    given = {name: _kind_of(value, f"{who}: {name}") for name, value in found.items()}
     different = [
         f"{name} (expected {_words(wanted[name])}, got {_words(given[name])})"
         for name in wanted
@@ -249,6 +274,14 @@ def _step_of(path: Path) -> int:
 def _kind(value: Any) -> tuple[tuple[int, ...], np.dtype]:
     shape, dtype = value if isinstance(value, tuple) else (value.shape, value.dtype)
     return tuple(shape), np.dtype(dtype)
+
+
+def _kind_of(value: Any, where: str) -> tuple[tuple[int, ...], np.dtype]:
+    try:
+        return _kind(value)
+    except (AttributeError, TypeError):
+        remedy = "interchange.import_weights reads states of PyTorch"
+        raise checks.bad_dtype("", where, "a NumPy array", checks.describe(value), remedy) from None
 
 
 def _words(kind: tuple[tuple[int, ...], np.dtype]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,9 +125,14 @@ _OVERWRITTEN = "it is not needed: the first gradient of a step overwrites"
 _DONE_HERE = {
     "Layer": {
         "bias": 'read params["bias"]',
+        "cuda": "write layer.to('cuda')",
+        "eval": "write layer.training = False",
+        "half": "write layer.to(precision='fp16')",
         "parameters": "read params",
         "requires_grad_": "write Model(..., frozen=['layer1.*'])",
+        "train": "write layer.training = True",
         "weight": 'read params["weight"]',
+        "zero_grad": _OVERWRITTEN,
     },
     "Batch": {name: "give the Loader transfer=model.ops.from_host" for name in ("cuda", "to")},
     "Model": {
@@ -157,6 +163,20 @@ class Told:
         tables = [_DONE_HERE.get(base.__name__, {}) for base in type(self).__mro__]
         remedy = next((table[name] for table in tables if name in table), None)
         raise AttributeError(_sentence("", f"{type(self).__name__} has no {name}", remedy), name=name, obj=self)
+
+
+def keeps_templates(kind: type) -> None:
+    """Refuse a class of layers that defines `forward` as those of other libraries do.
+
+    Raises:
+        TypeError: naming what to define.
+    """
+    arguments = inspect.signature(kind.forward).parameters
+    if "grad" not in arguments and not any(p.kind is p.VAR_KEYWORD for p in arguments.values()):
+        raise bad_dtype(
+            kind.__name__, "forward", "that of Layer", "one without grad=",
+            "define compute(x) in its place, and backward_weight(dy) and backward_data(dy) for backward",
+        )  # fmt: skip
 
 
 def images_first(shape: Sequence[int], channels: int) -> str | None:

@@ -32,6 +32,7 @@ VERBS = {
     ),
 }
 _ALIASES = {"doctor": ["info"]}
+_WRITTEN = ("json", "csv", "trace", "plot")  # options that name a file for what a verb finds
 _UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -81,6 +82,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
             arguments = _parsed(top, argv)
+        for name in _WRITTEN:
+            if path := getattr(arguments, name, None):
+                checkpoint.require_place("", f"--{name}", path)
         status = arguments.run(arguments)
         sys.stdout.flush()
         dist.world().close()

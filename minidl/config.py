@@ -89,6 +89,10 @@ def named(option: str, spec: str) -> Any:
     path, _, name = spec.partition(":")
     if not (path and name):
         raise checks.bad_value("", option, "MODULE:NAME, as in mynet:build for a function of mynet.py", spec)
+    if path.endswith(".py") or os.sep in path:
+        module, folder = Path(path).stem, Path(path).parent
+        remedy = f"write {module}:{name}{f' in the folder {folder}' if str(folder) != '.' else ''}"
+        raise checks.bad_value("", option, "MODULE:NAME, the name of a module and not of its file", spec, remedy)
     if os.getcwd() not in sys.path:  # it stays: functions of the module may import others later
         sys.path.insert(0, os.getcwd())
     try:

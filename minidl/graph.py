@@ -58,7 +58,8 @@ class Node:
     def __add__(self, other: object) -> Node:
         raise TypeError("nodes are joined by layers: Add(name=...)(a, b), Mul(name=...)(a, b), Concat(name=...)(a, b)")
 
-    __mul__ = __add__
+    __radd__ = __mul__ = __rmul__ = __add__
+    __array_ufunc__ = None  # NumPy's functions refuse nodes, and leave operators to them
 
 
 class Graph:

@@ -29,7 +29,8 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
     """Hold ``layer`` to the laws, alone, in float32; return when it obeys them all.
 
     `output_shape` tells the shape; inputs and gradients are not written to; a pass repeated gives the same bits;
-    ``grad=False`` saves nothing; an empty batch gives an empty answer; and every gradient equals central differences.
+    ``grad=False`` saves nothing; an empty batch gives an empty answer; gradients of micro-batches add up, as does a
+    gradient that is to be added (`Layer.accepts_add`); and every gradient equals central differences.
     Inputs are spread so that no two values nearly coincide and none is nearly 0: kinks elsewhere must be avoided by
     another ``seed``.
 
@@ -46,6 +47,9 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
         raise checks.bad_dtype("check_layer", "layer", "a Layer", checks.describe(layer))
     if not shapes:
         raise checks.bad_value("check_layer", "shapes", "one shape for each input, batch first", shapes)
+    strange = next((shape for shape in shapes if not isinstance(shape, Sequence)), None)
+    if strange is not None:
+        raise checks.bad_value("check_layer", "shapes", "a tuple for each input, batch first", strange)
     if layer.bound:
         raise checks.order(layer.name, "check_layer on a layer of a model", "pass a layer of its own")
     ops, rng = backend.open_device(device), np.random.default_rng(seed)
@@ -55,6 +59,7 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
     try:
         _manners(layer, ops, inputs, rng)
         check_gradients(layer, ops, inputs, rng, directions=directions)
+        _sums(layer, ops, inputs, rng)
         _empty_batch(layer, ops, [x.shape for x in inputs])
     finally:
         layer.load_state_dict(state)
@@ -72,6 +77,11 @@ def _require(law: bool, layer: Layer, text: str) -> None:
         raise AssertionError(f"{layer.name}: {text}")
 
 
+def _require_array(layer: Layer, value: Any, shape: tuple[int, ...], what: str) -> None:
+    fits = getattr(value, "shape", None) == shape and getattr(value, "dtype", None) == np.float32
+    _require(fits, layer, f"{what} {checks.describe(value)}, expected float32 of shape {shape}")
+
+
 def _parts(dx: Any) -> tuple[Any, ...]:
     return dx if isinstance(dx, tuple) else (dx,)
 
@@ -82,14 +92,16 @@ def _manners(layer: Layer, ops: ModuleType, inputs: list[np.ndarray], rng: np.ra
     layer.random = RandomCounter()
     y = layer.forward(*arrays)
     expected = layer.output_shape(*(x.shape for x in inputs))
-    _require(y.shape == expected, layer, f"forward gives the shape {y.shape}, output_shape says {expected}")
+    _require_array(layer, y, expected, "output_shape says otherwise: forward gives")
     first = ops.to_host(y)
     dy = ops.from_host(rng.standard_normal(y.shape).astype(np.float32))
     kept = ops.to_host(dy)
-    results = [ops.to_host(part) for part in _parts(layer.backward(dy))]
+    results = _parts(layer.backward(dy))
+    _require(len(results) == len(inputs), layer, f"{len(results)} gradients of inputs, expected {len(inputs)}")
     for i, (array, x) in enumerate(zip(arrays, inputs, strict=True)):
         _require(np.array_equal(ops.to_host(array), x), layer, f"input {i} was written to")
-        _require(results[i].shape == x.shape, layer, f"the gradient of input {i} has shape {results[i].shape}")
+        _require_array(layer, results[i], x.shape, f"the gradient of input {i} is")
+    results = [ops.to_host(part) for part in results]
     _require(np.array_equal(ops.to_host(dy), kept), layer, "the gradient of the output was written to")
     layer.random = RandomCounter()
     again = ops.to_host(layer.forward(*arrays))
@@ -99,6 +111,35 @@ def _manners(layer: Layer, ops: ModuleType, inputs: list[np.ndarray], rng: np.ra
     _require(same, layer, "backward repeated gives other bits")
     layer.forward(*arrays, grad=False)
     _require(layer.store.saved_bytes == 0, layer, "forward(grad=False) saved something")
+
+
+def _sums(layer: Layer, ops: ModuleType, inputs: list[np.ndarray], rng: np.random.Generator) -> None:
+    """What is to be added is added: gradients of a second micro-batch, and of an input that others read, too."""
+    arrays = [ops.from_host(x) for x in inputs]
+    y = layer.forward(*arrays)
+    frame, dy = layer.store.take(layer.name), ops.from_host(rng.standard_normal(y.shape).astype(np.float32))
+    once: dict[str, np.ndarray] = {}
+    for accumulate in (False, True) if layer.specs else ():
+        layer.recall(frame)
+        layer.params.restart(accumulate=accumulate)
+        layer.backward_weight(dy)
+        found = {name: ops.to_host(gradient) for name, gradient in layer.params.gradients().items()}
+        for name, before in once.items():
+            text = f"{name}: the gradient of a second micro-batch is not added; see `first` of grad({name!r})"
+            _require(_near(found[name], before + before), layer, text)
+        once = {name: gradient.copy() for name, gradient in found.items()}
+    if layer.accepts_add and len(arrays) == 1:
+        add = rng.standard_normal(inputs[0].shape).astype(np.float32)
+        results = []
+        for extra in (None, ops.from_host(add)):
+            layer.random = RandomCounter()
+            layer.forward(*arrays)
+            results.append(ops.to_host(layer.backward(dy, extra)))
+        _require(_near(results[1], results[0] + add), layer, "backward(dy, add) is not the gradient plus add")
+
+
+def _near(a: np.ndarray, b: np.ndarray) -> bool:
+    return bool(np.linalg.norm(a - b) <= _ROUNDING * np.linalg.norm(b))
 
 
 def _empty_batch(layer: Layer, ops: ModuleType, shapes: list[tuple[int, ...]]) -> None:
@@ -123,8 +164,7 @@ def check_gradients(
     dy = rng.standard_normal(y.shape).astype(np.float32)
     dx = [ops.to_host(part) for part in _parts(layer.backward(ops.from_host(dy)))]
     noise = _ROUNDING * float(np.linalg.norm(y.astype(np.float64) * dy))
-    gradients = layer.params.gradients() if layer.specs else {}
-    gradients = {name: ops.to_host(gradient) for name, gradient in gradients.items()}
+    gradients = {name: ops.to_host(gradient) for name, gradient in layer.params.gradients().items()}
 
     def objective(values: Sequence[np.ndarray]) -> float:
         out = ops.to_host(layer.forward(*[ops.from_host(x) for x in values], grad=False))
@@ -140,7 +180,6 @@ def check_gradients(
             _require(close, layer, f"{what}: gradient says {analytic}, central differences {numeric}")
 
     for i, gradient in enumerate(dx):
-        _require(gradient.shape == inputs[i].shape, layer, f"the gradient of input {i} has shape {gradient.shape}")
         check(gradient, f"input {i}", lambda d, i=i: objective([x + d if j == i else x for j, x in enumerate(inputs)]))
     if not layer.specs:
         return

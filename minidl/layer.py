@@ -25,13 +25,13 @@ from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, PassCost, Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
-from minidl.segments import Gradient, LayerParams, ParameterSpec
+from minidl.segments import Gradient, NoParams, ParameterSpec
 from minidl.shapes import Pair
 from minidl.store import TensorStore
 from minidl.value import MaskedGradient, Value
 
 _STORAGE = (float32, bfloat16, float16)
-_NO_PARAMS: dict[str, Any] = {}
+_NO_PARAMS = NoParams()
 
 
 class Layer(checks.Told):
@@ -64,10 +64,11 @@ class Layer(checks.Told):
             raise checks.unexpected(type(self).__name__, unknown)
         if name is not None and not isinstance(name, str):
             raise checks.bad_value(type(self).__name__, "name", "a string", name)
+        checks.keeps_templates(type(self))
         self.name = name or type(self).__name__.lower()
         self.ops: ModuleType | None = None
         self.precision: Precision | None = None
-        self.params: LayerParams | dict[str, Any] = _NO_PARAMS
+        self.params: NoParams = _NO_PARAMS
         self.buffers: dict[str, Any] = {}
         self.training = True
         self.needs_input_grad = True
@@ -86,6 +87,12 @@ class Layer(checks.Told):
         self._taken: SimpleNamespace | None = None
         self._checked: Any = None  # facts of the last inputs that passed the door (`_enter`), and the output's shape
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
+
+    def __getattr__(self, name: str) -> Any:
+        if "name" not in vars(self):
+            remedy = "call super().__init__(name) at the start of its __init__"
+            raise AttributeError(f"{type(self).__name__} has no {name} yet; {remedy}", name=name, obj=self)
+        return super().__getattr__(name)
 
     # -- written by the author --------------------------------------------------------------------------------------
 
@@ -181,7 +188,7 @@ class Layer(checks.Told):
         Args:
             rows: one tile of it, where it is made in tiles.
         """
-        return self.params.grad(name, rows) if isinstance(self.params, LayerParams) else None
+        return self.params.grad(name, rows)
 
     @property
     def bound(self) -> bool:

@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import Communicator
+from minidl.dist.world import given
 from minidl.loss.base import check_index, check_labels, out_of_range
 
 _MOST_PARTS = 64  # counts of batches that are kept before they are added up
@@ -21,9 +22,9 @@ _MOST_PARTS = 64  # counts of batches that are kept before they are added up
 class _Counts:
     """Counts of batches, kept on the device."""
 
-    def __init__(self, ignore_index: int, comm: Communicator):
+    def __init__(self, ignore_index: int, comm: Communicator | None):
         self.ignore_index = check_index(type(self).__name__, ignore_index)
-        self.comm = comm
+        self.comm = given(comm, type(self).__name__)
         self._ops: ModuleType | None = None
         self._parts: list[Any] = []
         self._classes: int | None = None
@@ -83,7 +84,7 @@ class TopK(_Counts):
 
     _size = 6
 
-    def __init__(self, k: int = 5, ignore_index: int = -100, comm: Communicator = SOLO):
+    def __init__(self, k: int = 5, ignore_index: int = -100, comm: Communicator | None = None):
         super().__init__(ignore_index, comm)
         self.k = checks.at_least("TopK", "k", k, 1)
 
@@ -120,7 +121,7 @@ class Confusion(_Counts):
         comm: communicator whose ranks hold the shards.
     """
 
-    def __init__(self, ignore_index: int = -100, comm: Communicator = SOLO):
+    def __init__(self, ignore_index: int = -100, comm: Communicator | None = None):
         super().__init__(ignore_index, comm)
 
     @property

@@ -18,7 +18,8 @@ import numpy as np
 
 from minidl import backend, checkpoint, checks
 from minidl.dist.agree import require_same, require_same_arrays
-from minidl.dist.communicator import SOLO, Communicator, by_kernels
+from minidl.dist.communicator import Communicator, by_kernels
+from minidl.dist.world import given
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers.join import leave_strided, share_buffers, sum_for_biases
@@ -44,7 +45,7 @@ class Model(checks.Told):
         graph: the network; its layers are bound to this model and to no other.
         device: ``"cpu"`` or ``"cuda"``.
         precision: ``"fp32"``, ``"tf32"``, ``"tf32x3"`` (GPU), ``"bf16"`` or ``"fp16"``.
-        comm: communicator over the ranks that train this model together.
+        comm: communicator over the ranks that train this model together; may be left out where there is one.
         seed: starting weights and dropout are functions of it.
         frozen: patterns of parameter names that are not trained (``"layer1.*"``).
         store: where tensors saved for backward live.
@@ -69,7 +70,7 @@ class Model(checks.Told):
         *,
         device: str = "cpu",
         precision: str | Precision = "fp32",
-        comm: Communicator = SOLO,
+        comm: Communicator | None = None,
         seed: int = 0,
         frozen: Sequence[str] = (),
         store: TensorStore | None = None,
@@ -91,7 +92,7 @@ class Model(checks.Told):
         self.precision = parse_precision(precision)
         if self.precision.tf32 and device == "cpu":
             raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
-        self.comm = comm
+        self.comm = comm = given(comm, "model")
         self._kernels = tuned.settle(self.ops, comm)
         self.store = store or TensorStore()
         self.observer = profiler

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks, layers
+from minidl import checkpoint, checks, layers
 from minidl.graph import Node
 from minidl.layer import Layer
 from minidl.model import Model
@@ -29,9 +29,7 @@ State = Mapping[str, np.ndarray]
 
 def export_onnx(model: Model, path: str | Path, *, layout: str = "NHWC") -> None:
     """Write ``model`` as an ONNX file; see `to_onnx`."""
-    proto = to_onnx(model, layout=layout)
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_bytes(proto.SerializeToString())
+    checkpoint.write_whole(path, to_onnx(model, layout=layout).SerializeToString())
 
 
 def to_onnx(model: Model, *, layout: str = "NHWC") -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from minidl import checkpoint, checks, legality
+from minidl.dist.agree import require_same
 from minidl.model import Model
 from minidl.profile import PassCost
 from minidl.segments import ALIGN, Segment, by_name, flattened
@@ -121,6 +122,7 @@ class SGD(checks.Told):
         self._visits: tuple[Visit, ...] = ()
         self.segment_of, self.segments = self.arena.table(self._row)
         legality.refuse(who, **self.parts())
+        require_same(model.comm, "optimizer", [f"{who}, lr {lr:g}, momentum {momentum:g}", SGD.plan(self)])
 
     def _check_groups(self) -> None:
         names = [s.full_name for s in self._trained]

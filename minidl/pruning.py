@@ -64,7 +64,9 @@ def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
         raise checks.bad_value("", "--prune-end", expected, end)
     first, last = (max(round(epoch * steps_per_epoch), 1) for epoch in (a.prune_begin, end))
-    schedule = CubicSchedule(a.sparsity, first, last, frequency=a.prune_every)
+    good = "in [0, 1), such as 0.9 for 90 %"
+    sparsity = checks.number("", "--sparsity", a.sparsity, good, lambda value: 0 <= value < 1)
+    schedule = CubicSchedule(sparsity, first, last, frequency=a.prune_every)
     scope = a.scope or ("global" if a.granularity == "layer" else "layer")
     return Pruning(schedule, a.include, a.exclude, granularity=a.granularity, scope=scope)
 

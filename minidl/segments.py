@@ -137,9 +137,13 @@ def lay_out(layers: Sequence[tuple[str, Sequence[ParameterSpec]]], frozen: Seque
         for name, specs in reversed(layers)
         for spec in specs
     ]
+    names = [s.full_name for s in found]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise checks.impossible("", f"parameter {twice!r} is declared twice", "give it another name")
     for pattern in frozen:
         if not any(fnmatch.fnmatchcase(s.full_name, pattern) for s in found):
-            raise checks.unknown("parameter pattern", pattern, [s.full_name for s in found])
+            raise checks.unknown("parameter pattern", pattern, names)
     placed: list[Segment] = []
     offset = 0
     held = [any(fnmatch.fnmatchcase(s.full_name, p) for p in frozen) for s in found]
@@ -230,7 +234,33 @@ class Gradient(NamedTuple):
     first: bool
 
 
-class LayerParams(Mapping[str, Any]):
+class NoParams(Mapping[str, Any]):
+    """Of a layer that has none, or knows no device yet; and what may not be done to those of others."""
+
+    def __getitem__(self, name: str) -> Any:
+        remedy = "one that stands alone has its parameters from .to('cpu'), .to('cuda') or its first input on"
+        raise KeyError(f"this layer has no parameter {name!r}; {remedy}")
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        remedy = f"write layer.load_state_dict({{**layer.state_dict(), {name!r}: values}})"
+        raise checks.impossible("params", f"{name!r} cannot be put in the place of another array", remedy)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def grad(self, name: str, rows: slice | None = None) -> Gradient | None:
+        """See `LayerParams.grad`: none."""
+        return None
+
+    def gradients(self) -> dict[str, Any]:
+        """None."""
+        return {}
+
+
+class LayerParams(NoParams):
     """One layer's views: ``params["weight"]`` is what its forward pass reads.
 
     Args:
@@ -244,7 +274,12 @@ class LayerParams(Mapping[str, Any]):
         self._views = {s.name: arena.view(s, arena.working if s.product else arena.master) for s in segments}
 
     def __getitem__(self, name: str) -> Any:
+        if name not in self._views:
+            raise KeyError(str(checks.unknown(f"parameter of {self._layer or 'the layer'}", name, self._views)))
         return self._views[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
 
     def get(self, name: str, default: Any = None) -> Any:
         return self._views.get(name, default)  # the base class tries, and catches
@@ -292,9 +327,9 @@ class LayerParams(Mapping[str, Any]):
             raise checks.order("gradients", "they are added to the momentum", "read them where they are kept apart")
         return {s.name: self._arena.view(s, self._arena.grad) for s in self._segments.values() if s.trainable}
 
-    def restart(self) -> None:
-        """The next gradients overwrite: for those who run backward passes of a layer one by one."""
-        self._arena.begin_step()
+    def restart(self, *, accumulate: bool = False) -> None:
+        """The next gradients overwrite, or add: for those who run backward passes of a layer one by one."""
+        self._arena.begin_step(accumulate=accumulate)
 
     def ready(self, *, summed: bool = False) -> None:
         """All gradients of this layer are written: its all-reduce may start, unless they are sums already."""

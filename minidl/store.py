@@ -31,6 +31,13 @@ def arrays_of(items: Iterable[Any]) -> Iterator[Any]:
     return (item for item in items if hasattr(item, "itemsize") and not isinstance(item, np.generic) and item.size)
 
 
+class Saved(SimpleNamespace):
+    """What a layer saved in one forward pass, by name."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"nothing was saved as {name!r}; saved: {checks.some(vars(self)) or 'nothing'}", name=name)
+
+
 class TensorStore:
     """Keeps every saved tensor on its device. Each layer's saves form a stack: last saved, first taken."""
 
@@ -55,7 +62,7 @@ class TensorStore:
         """The profiler that layers are to call: ``profiler``, or one that tells this store where the step is, too."""
         return profiler
 
-    def take(self, owner: str) -> SimpleNamespace:
+    def take(self, owner: str) -> Saved:
         """What ``owner`` saved last, by name; the store lets go of it.
 
         Raises:
@@ -64,7 +71,7 @@ class TensorStore:
         stack = self._stacks.get(owner)
         if not stack:
             raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
-        return SimpleNamespace(**stack.pop())
+        return Saved(**stack.pop())
 
     def forget(self, owner: str) -> None:
         """Let go of everything ``owner`` saved: it runs forward again, and nobody went back through the last time."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import Any
 
 from minidl import checkpoint, checks, legality, resuming
 from minidl.average import WeightAverage
-from minidl.callbacks import Callback, Metric, StepWatch
+from minidl.callbacks import Callback, KeepBest, Metric, StepWatch
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
@@ -124,6 +123,9 @@ class Trainer:
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
         self._wish: str | None = None
+        if not isinstance(metrics or {}, Mapping):
+            given, remedy = checks.describe(metrics), 'write {"iou": Confusion(comm=comm)}'
+            raise checks.bad_dtype("Trainer", "metrics", "a dictionary of metrics by name", given, remedy)
         self.metrics = {f"test_{name}": metric for name, metric in (metrics or {}).items()}
         self.callbacks = list(callbacks)
         self.comm = model.comm
@@ -169,12 +171,14 @@ class Trainer:
             if loader is not None and loader.dtype != (stored := self.model.precision.storage):
                 remedy = "make it with dtype=model.precision.storage"
                 raise checks.bad_dtype("Trainer", f"images of {argument}", str(stored), loader.dtype, remedy)
-        strange = next((callback for callback in self.callbacks if not hasattr(callback, "key")), None)
-        if strange is not None:
-            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", type(strange).__name__)
+        strange = [c for c in self.callbacks if isinstance(c, type) or not hasattr(c, "key")]
+        if strange:
+            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", checks.describe(strange[0]))
         keys = [callback.key for callback in self.callbacks]
         if len(set(keys)) < len(keys):
             raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)
+        if not any(segment.trainable for segment in self.model.arena.segments):
+            raise checks.impossible("Trainer", "the model has no weights that are trained", "freeze fewer of them")
         if self.metrics and self.test_loader is None:
             raise checks.bad_value("Trainer", "metrics", "left out without a test_loader", sorted(self.metrics))
 
@@ -218,15 +222,8 @@ class Trainer:
         return checks.number("Trainer", f"schedule({step})", self.schedule(step), good, lambda v: 0 <= v < math.inf)
 
     def _check_output(self) -> None:
-        """Refuse what no folder can be made of now, and not after an epoch."""
-        if self.output is None:
-            return
-        there = next(path for path in (self.output, *self.output.absolute().parents) if path.exists())
-        expected = "a folder, there already or to be made"
-        if not there.is_dir():
-            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} is a file")
-        if not os.access(there, os.W_OK | os.X_OK):
-            raise checks.bad_value("Trainer", "output", expected, str(self.output), f"{there} cannot be written to")
+        if self.output is not None:
+            checkpoint.require_place("Trainer", "output", self.output, "folder")
 
     @property
     def figures(self) -> list[str]:
@@ -260,10 +257,10 @@ class Trainer:
         What another run left in the output folder is replaced; its checkpoints, where it went further than this one
         has come, move into ``previous/`` with its metrics.
         """
-        self._on_rank_0(self._open_output)
         row: dict[str, float] = {}
         for callback in self.callbacks:
             callback.begin(self)
+        self._on_rank_0(self._open_output)  # not before a callback could refuse: it moves what lies there
         self._heed()
         with StopRequest(self.comm) if self.output is not None else nullcontext() as request:
             while self.train_loader.epoch < self.epochs and self.stopped is None and self.ended is None:
@@ -289,7 +286,8 @@ class Trainer:
     def _open_output(self) -> None:
         if self.output is None:
             return
-        previous = checkpoint.set_aside(self.output, self.step, MetricsLog.FILES)
+        records = [*MetricsLog.FILES, *(c.file for c in self.callbacks if isinstance(c, KeepBest))]
+        previous = checkpoint.set_aside(self.output, self.step, records)
         if previous is not None:
             print(f"{self.output}: checkpoints of another run moved to {previous}", flush=True)
         self.log = MetricsLog(self.output, step=self.step, epoch=self.train_loader.epoch, metrics=list(self.metrics))

@@ -427,7 +427,7 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
         print(f"nothing left to do: {trainer.ended}; raise --patience to go on")
         return
     if not row:
-        print(f"nothing left to do: {a.output} is at epoch {trainer.epochs}; raise --epochs to go on")
+        print(f"nothing left to do: {a.output} is at epoch {trainer.train_loader.epoch}; raise --epochs to go on")
         return
     if trainer.ended is not None:
         print(f"ended after epoch {row['epoch'] + 1}: {trainer.ended}")

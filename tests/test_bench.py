@@ -448,6 +448,16 @@ def test_ceilings_that_are_too_low_are_in_the_warnings(cpu_ops):
 def test_notes_say_what_the_figures_mean(content):
     text = "\n".join(footer(content))
     assert "2 per multiply-add" in text and "images/s" in text and "layers account for" in text
+    assert "exposed" not in text
+    two = content | {"rows": [row | {"ranks": 2} for row in content["rows"]]}
+    assert "exposed: for how long computing stood still" in "\n".join(footer(two))
+
+
+def test_little_work_is_told_in_figures_and_not_as_nothing(content):
+    _, columns, cells = view(only(content), "roof")
+    for row, line in zip([row for row in content["rows"] if row["flop"] is not None], cells, strict=False):
+        for column, key, unit in (("GFLOP", "flop", 1e9), ("MB", "bytes", 1e6)):
+            assert float(line[columns.index(column)]) == pytest.approx(row[key] / unit, rel=5e-3)
 
 
 # -- what users type --------------------------------------------------------------------------------------------------

@@ -61,6 +61,8 @@ def run_cli(capsys, *words):
     (["layers", "--model", "vgg16", "--image-size", "16"], "enlarge the image"),
     (["layers", "--model", "resnet20", "--batch", "0"], "--batch"),
     (["layers", "--model", "resnet20", "--device", "cpu", "--energy"], "--energy must be with a GPU"),
+    (["layers", "--json", f"{__file__}/rows.json"], f"{__file__} is a file"),
+    (["layers", "--csv", "/"], "--csv must be a file, there already or to be made, got '/'; / is a folder"),
     (["model", "--model", "lenet", "mlp", "--trace", "t.json"], "--trace must be with one model"),
     (["model", "--model", "lenet", "--precision", "tf32", "--device", "cpu"], "tf32"),
 ])  # fmt: skip

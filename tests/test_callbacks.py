@@ -173,6 +173,10 @@ def test_a_missing_tensorboard_names_its_extra(monkeypatch):
 def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match="callbacks must be of different keys"):
         trainer(callbacks=[EarlyStop(), EarlyStop(patience=3)])
+    with pytest.raises(TypeError, match="callbacks must be callbacks.Callback objects, got type .*EarlyStop"):
+        trainer(callbacks=[EarlyStop])
+    with pytest.raises(TypeError, match="metrics must be a dictionary of metrics by name, got list"):
+        trainer(metrics=[m.TopK(2)])
     with pytest.raises(ValueError, match="unknown mode of KeepBest 'best'"):
         KeepBest(mode="best")
     with pytest.raises(ValueError, match="patience must be an integer of at least 1"):

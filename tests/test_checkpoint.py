@@ -319,6 +319,20 @@ def test_set_aside_moves_the_later_checkpoints_and_nothing_else(tmp_path):
     checkpoint.set_aside(tmp_path, 0, ["metrics.csv"])
     assert [path.name for path in previous.iterdir()] == ["checkpoint-00000001.safetensors"]
     assert checkpoint.set_aside(tmp_path / "nowhere", 0) is None
+    with pytest.raises(FileNotFoundError, match=f"no checkpoint in {tmp_path}; {previous} has those of a run before"):
+        checkpoint.latest(tmp_path)
+
+
+def test_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "there" / "file")
+    checkpoint.write_whole(tmp_path / "link", b"one")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "there" / "file").read_bytes() == b"one"
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    checkpoint.write_whole(tmp_path / "pipe", b"two")
+    assert os.read(reader, 9) == b"two" and not (tmp_path / "pipe").is_file()
+    os.close(reader)
 
 
 def test_match_accepts_arrays_and_pairs():

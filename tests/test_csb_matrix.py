@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
@@ -214,6 +217,14 @@ def test_the_gradient_is_the_derivative(rng):
     assert float(np.sum(a.sampled(dy, x).astype(float) * v)) == pytest.approx(along, rel=1e-4)
 
 
+def test_the_gradient_of_one_sample_may_be_vectors(rng):
+    a = CSBMatrix.from_dense(random_dense(rng, (40, 60), 0.2))
+    x, dy = draw(rng, 60, f32), draw(rng, 40, f32)
+    for matrix, left, right in ((a, dy, x), (a.T, x, dy)):
+        expected = matrix.sampled(left[:, None], right[:, None])
+        np.testing.assert_array_equal(matrix.sampled(left, right), expected)
+
+
 def test_bfloat16(rng):
     dense = random_dense(rng, (70, 150), 0.2, bfloat16)
     a = CSBMatrix.from_dense(dense)
@@ -230,6 +241,8 @@ def test_copies_have_values_of_their_own(rng):
     b.data[:] = 0
     assert a.data.any() and b.pattern is a.pattern
     assert np.array_equal(a.to("cpu").data, a.data) and a.to("cpu").data is not a.data
+    for c in (copy.deepcopy(a.T), pickle.loads(pickle.dumps(a.T))):
+        assert np.array_equal(c.toarray(), a.toarray().T) and c.data is not a.data
 
 
 # -- doors ------------------------------------------------------------------------------------------------------------
@@ -298,6 +311,10 @@ DOORS = {
         lambda: EYE.sampled(np.ones((4, 3), f32), np.ones((6, 3), f32), out=np.ones(4, np.float16)),
         TypeError, "out must be a dense float32",
     ),
+    "gradient of a vector and a matrix": (
+        lambda: EYE.sampled(np.ones(4, f32), np.ones((6, 1), f32)), ValueError, r"dy must have shape \(4, 1\)",
+    ),
+    "profile": (lambda: EYE.profile(4), TypeError, "x must be a NumPy or CuPy array, got int 4"),
     "astype": (lambda: EYE.astype(np.int8), TypeError, "dtype must be float32, bfloat16 or float16, got int8"),
     "picture": (lambda: EYE.picture(0), ValueError, "width must be an integer of at least 1"),
 }  # fmt: skip

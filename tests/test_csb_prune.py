@@ -82,6 +82,8 @@ def test_ties_fall_by_place_and_masks_only_grow(rng):
 
 def test_masks_that_cannot_be():
     w = {"w": np.ones((3, 3), f32)}
+    with pytest.raises(TypeError, match="weights must be a dictionary of arrays by name, got float32 array"):
+        magnitude_mask(w["w"], 0.5)
     for arguments, text in (({"sparsity": 1.0}, "sparsity must be"), ({"granularity": "row"}, "unknown granularity"),
                             ({"scope": "all"}, "unknown scope"), ({"weights": {"w": np.ones(3, f32)}}, "w must have"),
                             ({"weights": {"w": np.full((2, 2), np.nan)}}, "w must be finite")):  # fmt: skip

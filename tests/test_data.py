@@ -331,6 +331,7 @@ def test_compose_gives_each_step_words_of_its_own():
         (lambda: Loader(numbered(4), 2, workers=-1), ValueError, "workers"),
         (lambda: Loader(numbered(4), 2, prefetch=0), ValueError, "prefetch"),
         (lambda: Loader([3], 1), TypeError, "pair"),
+        (lambda: Loader(numbered(4), 2, augment="flip"), TypeError, r"augment must be a function .* Compose\(...\)"),
         (lambda: Loader([(np.zeros((2, 2, 1)), 0)], 1), TypeError, "float32 or uint8, got float64"),
         (lambda: Loader([(np.zeros((2, 2), np.uint8), 0)], 1), ValueError, "height, width, channels"),
         (lambda: Loader([(np.zeros((2, 2, 1), np.uint8), 0.5)], 1), TypeError, "integer"),

@@ -59,6 +59,20 @@ def test_every_kind_of_image_becomes_three_channels(tmp_path, rng, mode):
     assert ImageFolder(tmp_path, 8)[0][0].shape == (8, 8, 3)
 
 
+@pytest.mark.parametrize("suffix", ["png", "tif"])
+def test_of_sixteen_bits_the_upper_eight_are_seen_and_of_32_none(suffix, tmp_path):
+    (tmp_path / "a").mkdir()
+    deep = np.arange(256, dtype=np.uint16).reshape(16, 16) * 256 + 7
+    Image.fromarray(deep).save(tmp_path / "a" / f"0.{suffix}")
+    image, _ = ImageFolder(tmp_path, 16).view(0, lambda width, height: (0, 0, width, height))
+    np.testing.assert_array_equal(image, np.repeat(deep[..., None] >> 8, 3, axis=-1))
+    Image.fromarray(deep.astype(np.float32)).save(tmp_path / "a" / "1.tif")
+    with pytest.raises(
+        ValueError, match=r"a/1.tif cannot be decoded: it has 32 bits a pixel, .*; save it with 8 or 16"
+    ):
+        ImageFolder(tmp_path, 16)[1]
+
+
 def test_a_jpeg_decoded_at_a_fraction_shows_the_same(tmp_path, rng):
     pixels = smooth(rng, 720, 1000)
     for name, suffix in (("png", ".png"), ("jpg", ".jpg")):
@@ -153,7 +167,7 @@ def test_missing_folders_and_strange_classes_are_refused(root, tmp_path_factory)
     (empty / "train").mkdir()
     with pytest.raises(ValueError, match=r"no images under .*train; expected"):
         image_folder(empty)
-    with pytest.raises(FileNotFoundError, match="val or valid"):
+    with pytest.raises(FileNotFoundError, match=r"val or valid .*empty\d+/val/CLASS"):
         image_folder(empty, "test")
     (root / "val" / "bird").mkdir()
     with pytest.raises(ValueError, match="'bird', which is no class"):

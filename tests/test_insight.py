@@ -124,6 +124,75 @@ FAULTS = {
 }
 
 
+class Weighted(m.Layer):
+    """A factor for each channel; its author may forget what is added."""
+
+    def __init__(self, *faults: str):
+        super().__init__()
+        self.faults, self.accepts_add = faults, "add" in faults
+        self.declare("w", (3,), lambda rng, shape: np.ones(shape, np.float32), product=False)
+        if "twice" in faults:
+            self.declare("w", (3,), lambda rng, shape: np.ones(shape, np.float32), product=False)
+
+    def output_shape(self, shape):
+        return shape
+
+    def compute(self, x):
+        self.save(x=x)
+        return None if "nothing" in self.faults else x * self.params["w"]
+
+    def backward_weight(self, dy):
+        grad = self.grad("w")
+        total = (dy * (self.saved().y if "unsaved" in self.faults else self.saved().x)).sum((0, 1, 2))
+        grad.view[...] = total if grad.first or "first" in self.faults else grad.view + total
+
+    def backward_data(self, dy, add=None):
+        if "no gradient" in self.faults:
+            return None
+        return dy * (self.params["w"].astype(np.float64) if "wide" in self.faults else self.params["w"])
+
+
+OWN_FAULTS = {
+    "first": (AssertionError, r"w: the gradient of a second micro-batch is not added; see `first` of grad\('w'\)"),
+    "add": (AssertionError, r"backward\(dy, add\) is not the gradient plus add"),
+    "nothing": (AssertionError, "forward gives NoneType None, expected float32 of shape"),
+    "no gradient": (AssertionError, "the gradient of input 0 is NoneType None, expected float32 of shape"),
+    "wide": (AssertionError, "the gradient of input 0 is float64 array of shape"),
+    "unsaved": (AttributeError, "nothing was saved as 'y'; saved: x"),
+    "twice": (ValueError, "parameter 'w' is declared twice; give it another name"),
+}
+
+
+@pytest.mark.parametrize("fault", OWN_FAULTS)
+def test_what_an_author_forgets_is_told(fault):
+    m.check_layer(Weighted(), (2, 4, 4, 3))
+    error, words = OWN_FAULTS[fault]
+    with pytest.raises(error, match=words):
+        m.check_layer(Weighted(fault), (2, 4, 4, 3))
+
+
+def test_a_layer_written_as_elsewhere_is_told_how_it_is_written_here():
+    class Unmade(m.Layer):
+        def __init__(self):
+            self.size = 3
+
+    with pytest.raises(AttributeError, match=r"Unmade has no bound yet; call super\(\).__init__\(name\)"):
+        m.check_layer(Unmade(), (2, 3))
+
+    class Other(m.Layer):
+        def forward(self, x):
+            return x
+
+    with pytest.raises(TypeError, match=r"Other: forward must be that of Layer.*; define compute\(x\) in its place"):
+        Other()
+
+    class Around(m.ReLU):
+        def forward(self, *x, grad=True):
+            return super().forward(*x, grad=grad)
+
+    m.check_layer(Around(), (2, 3))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_fault_is_found(fault):
     with pytest.raises(AssertionError, match=FAULTS[fault]):
@@ -182,6 +251,8 @@ def test_what_cannot_be_checked_is_refused():
         m.check_layer(model.layers[1], (2, 16))
     with pytest.raises(ValueError, match=r"x must have shape \(N, 4\)"):
         m.check_layer(m.Linear(4, 3), (2, 5))
+    with pytest.raises(ValueError, match="shapes must be a tuple for each input, batch first, got 2"):
+        m.check_layer(m.Linear(4, 3), 2, 4)
 
 
 # -- two backends -----------------------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ def test_the_plan_that_is_written_fits_the_trace_that_is_written(capsys, tmp_pat
 
 def test_no_limit_to_speak_of_changes_nothing(capsys):
     out = _run(capsys, "--limit", "100%")
-    assert "1.00 times" in out and "rebuilding 0.0 ms, waiting for transfers 0.0 ms" in out
+    assert "1.00 times" in out and "rebuilding 0.00 ms, waiting for transfers 0.00 ms" in out
 
 
 def test_a_limit_too_small_is_one_line_with_the_remedy(capsys):
@@ -133,7 +133,7 @@ def test_a_ring_of_several_ranks_holds_what_is_under_way(capsys):
 
 def test_only_moving_is_an_option(capsys):
     out = _run(capsys, "--limit", "40%", "--no-rebuild", "--link", "1000")
-    assert "rebuilding 0.0 ms" in out and "1000.0 GB/s out" in out
+    assert "rebuilding 0.00 ms" in out and "1000.0 GB/s out" in out
 
 
 def test_times_come_from_a_result_file(capsys, tmp_path):
@@ -147,7 +147,7 @@ def test_times_come_from_a_result_file(capsys, tmp_path):
     write(tmp_path / "layers.json", result("layers", rows, {"gpu": "a GPU"}, ceilings=ceilings, setup=setup))
     out = _run(capsys, "--limit", "50%", "--times", str(tmp_path / "layers.json"))
     assert "measured in layers.json" in out and "20.0 GB/s out, 25.0 GB/s in" in out
-    assert f"the {len(keys):.1f} ms without a limit" in out
+    assert f"the {len(keys):.2f} ms without a limit" in out
 
 
 def test_alternatives_are_what_they_say(capsys, tmp_path):

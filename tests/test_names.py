@@ -85,7 +85,7 @@ def test_models_and_losses_are_called_and_batches_unpacked_as_elsewhere():
 def test_nodes_say_which_layers_join_them():
     graph = m.Graph()
     x = graph.input((8, 8, 3))
-    for join in (lambda: x + x, lambda: x * x):
+    for join in (lambda: x + x, lambda: x * x, lambda: 2 * x, lambda: np.ones(3, np.float32) + x):
         with pytest.raises(TypeError, match=r"joined by layers: Add\(name=...\)\(a, b\)"):
             join()
 
@@ -111,6 +111,38 @@ def test_the_remedy_is_told(call, words):
 
 def loss_of(labels: np.ndarray) -> object:
     return m.SoftmaxCrossEntropy()(np.zeros((2, 3), np.float32), labels)
+
+
+def test_parameters_are_read_only_and_tell_when_they_are_there():
+    conv = m.Conv2d(3, 4, 3)
+    with pytest.raises(KeyError, match=r"no parameter 'weight'; one that stands alone has its .* \.to\('cpu'\)"):
+        conv.params["weight"]
+    assert conv.params.gradients() == {} and m.ReLU().params.get("weight") is None
+    for layer in (conv, m.Conv2d(3, 4, 3).to("cpu")):
+        with pytest.raises(
+            ValueError, match=r"write layer.load_state_dict\({\*\*layer.state_dict\(\), 'weight': values"
+        ):
+            layer.params["weight"] = np.zeros((4, 3, 3, 3), np.float32)
+    assert not m.Linear(3, 4).params and "weight" in layer.params and "wieght" not in layer.params
+    with pytest.raises(KeyError, match="unknown parameter of the layer 'wieght'; did you mean 'weight'"):
+        layer.params["wieght"]
+    layer.load_state_dict({**layer.state_dict(), "weight": np.zeros((4, 3, 3, 3), np.float32)})
+    assert not layer.params["weight"].any()
+    with pytest.raises(
+        TypeError, match="state of conv2d: weight must be a NumPy array, got list .*; interchange.import"
+    ):
+        layer.load_state_dict({"weight": [0.0], "bias": np.zeros(4, np.float32)})
+
+
+def test_an_array_of_no_library_is_answered_in_numpy():
+    class Lent:
+        def __init__(self, array):
+            self.array, self.shape, self.dtype = array, array.shape, array.dtype
+            self.__dlpack_device__, self.__dlpack__ = array.__dlpack_device__, array.__dlpack__
+
+    x = np.ones((2, 3), np.float32)
+    y = m.Linear(3, 4).forward(Lent(x))
+    np.testing.assert_array_equal(y, m.Linear(3, 4).forward(x))
 
 
 def test_layer_norm_takes_its_channels_as_torch_does():

@@ -168,6 +168,8 @@ ERRORS = {
     "own_network:biuld": "unknown name in own_network 'biuld'; did you mean 'build'",
     "own_network:": "model must be MODULE:NAME",
     "nowhere_at_all:build": "model nowhere_at_all:build: nowhere_at_all cannot be imported",
+    "own_network.py:build": "the name of a module and not of its file, got 'own_network.py:build'; write own_network:b",
+    "./nets/own.py:build": "write own:build in the folder nets",
     "own_network:fixed": "model must be a function of num_classes and image_shape",
     "own_network:NUMBER": "model must be a function of num_classes and image_shape",
     "own_network:nothing": "own_network:nothing: result must be a Graph that knows its output, got NoneType",

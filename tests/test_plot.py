@@ -239,6 +239,8 @@ def test_other_errors(save_as, tmp_path, monkeypatch):
     (tmp_path / "x.json").write_text(json.dumps({"a": 1}))
     with pytest.raises(ValueError, match="x.json: JSON, but not a result file"):
         command(tmp_path / "x.json")
+    with pytest.raises(ValueError, match="--output must be a folder, there already or to be made, .*x.json is a file"):
+        command(path, "--output", tmp_path / "x.json")
     row = {"case": "a", "pass": "forward", "dtype": "bf16", "arm": "minidl", "ms": 1.0, "spread": 0.0}
     foreign = save_as("conv.json", result("bench_conv", [row | {"floor_ms": None, "peers": {}}], MACHINE))
     with pytest.raises(ValueError, match="conv.json: no roofline: it has no measured ceilings"):

@@ -126,7 +126,7 @@ def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
 
 
 @pytest.mark.parametrize(("options", "words"), [
-    (["--sparsity", "1"], r"final must be a number in \[0, 1\)"),
+    (["--sparsity", "90"], r"--sparsity must be a number in \[0, 1\), such as 0.9 for 90 %, got 90.0"),
     (["--granularity", "filtre"], "unknown granularity 'filtre'; did you mean 'filter'"),
     (["--granularity", "2:4"], "schedule must be one that ends at 0.5"),
     (["--prune-end", "9"], r"--prune-end must be from --prune-begin \(0\) to --epochs \(4\), got 9.0"),

@@ -150,6 +150,18 @@ def test_a_new_run_is_not_mixed_with_a_longer_one_of_before(tmp_path, capsys):
     assert [row["epoch"] for row in table(tmp_path / "metrics.csv")] == ["0", "1"]
 
 
+def test_a_run_that_is_refused_leaves_the_one_before_and_its_best_is_kept(tmp_path):
+    trainer(tmp_path, epochs=1, callbacks=[KeepBest()]).fit()
+    there = sorted(path.name for path in tmp_path.iterdir())
+    with pytest.raises(ValueError, match="unknown metric"):
+        trainer(tmp_path, epochs=1, seed=1, callbacks=[KeepBest("accuracy")]).fit()
+    assert sorted(path.name for path in tmp_path.iterdir()) == there
+    best = (tmp_path / "best.safetensors").read_bytes()
+    trainer(tmp_path, epochs=1, seed=1, callbacks=[KeepBest()]).fit()
+    assert (tmp_path / "previous" / "best.safetensors").read_bytes() == best
+    assert (tmp_path / "best.safetensors").read_bytes() != best
+
+
 def test_going_on_from_an_earlier_checkpoint_leaves_the_later_ones_behind(tmp_path):
     run = trainer(tmp_path, epochs=2)
     run.fit()

@@ -26,7 +26,7 @@ from minidl.memory.trace import Trace
 from minidl.memory.visits import candidates, visiting
 from minidl.precision import precision
 from minidl.profile.plots import style
-from minidl.profile.results import load
+from minidl.profile.results import load, write
 from minidl.profile.tables import show
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def run(a: argparse.Namespace) -> int:
         _alternatives(a, case, limit)
     for path, text in ((a.json, plan.to_json), (a.trace, case.problem.trace.to_json)):
         if path:
-            Path(path).write_text(text() + "\n")
+            write(path, f"{text()}\n".encode())
             print(f"wrote {path}")
     if a.plot:
         style.save(_picture(case.problem, plan, limit), a.plot)
@@ -124,7 +124,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
             errors.append(error)
     if not found:
         raise smallest(errors)
-    predicted = {how: f"{run_.total_ms:.1f} ms" for how, (*_, run_) in found.items()}
+    predicted = {how: f"{run_.total_ms:.2f} ms" for how, (*_, run_) in found.items()}
     a.fusion = min(found, key=lambda how: found[how][2].total_ms)
     others = [f"{how} {ms}" for how, ms in predicted.items() if how != a.fusion]
     print(f"fusion {a.fusion}: predicted {', '.join([predicted[a.fusion], *others])}")
@@ -198,9 +198,9 @@ def _report(a: argparse.Namespace, case: _Case, limit: int, plan: Plan, run_: Ti
         ("smallest limit", _smallest(_floor(a, case))),
         ("kept, moved, rebuilt", ", ".join(map(human, (plan.kept_bytes, plan.moved_bytes, plan.rebuilt_bytes)))),
         ("host memory", human(on_host)),
-        ("predicted step", f"{run_.total_ms:.1f} ms, {slower:.2f} times the {run_.compute_ms:.1f} ms without a limit"),
-        ("of which", f"rebuilding {run_.rebuild_ms:.1f} ms, waiting for transfers {max(run_.exposed_ms, 0):.1f} ms"),
-        ("least for this plan", f"{run_.bound_ms:.1f} ms: max(forward, out) + max(backward, in)"),
+        ("predicted step", f"{run_.total_ms:.2f} ms, {slower:.2f} times the {run_.compute_ms:.2f} ms without a limit"),
+        ("of which", f"rebuilding {run_.rebuild_ms:.2f} ms, waiting for transfers {max(run_.exposed_ms, 0):.2f} ms"),
+        ("least for this plan", f"{run_.bound_ms:.2f} ms: max(forward, out) + max(backward, in)"),
         ("link", f"{case.link.out_gb_per_s:.1f} GB/s out, {case.link.in_gb_per_s:.1f} GB/s in, both at once"),
         ("step times", case.how),
         ("decided by", _decided(plan)),
@@ -275,7 +275,7 @@ def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
     part = _case(a, each)
     once = sum(case.times_ms[t] for t in updates)
     work = sum(ms for ms, s in zip(part.times_ms, part.problem.trace.steps, strict=True) if s.pass_name != "update")
-    predicted = f"predicted {pieces * work + once:.1f} ms; batch norm then sees the small batches"
+    predicted = f"predicted {pieces * work + once:.2f} ms; batch norm then sees the small batches"
     print(f"{'accumulation':<22}{pieces} micro-batches of {each} without a plan: {predicted}")
 
 

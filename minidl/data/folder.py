@@ -29,7 +29,7 @@ def _pillow() -> Any:
 
 
 class ImageFolder:
-    """The images under ``root/<class>/``, at any depth, as uint8 (size, size, 3).
+    """The images under ``root/<class>/``, at any depth, as uint8 (size, size, 3); of 16 bits the upper eight.
 
     An item is the centre of its image, scaled; `view` cuts out any other part. Classes are numbered in the order of
     their names. Decoding runs outside the interpreter lock, so a loader's workers share it.
@@ -127,7 +127,7 @@ class ImageFolder:
                 image.draft("RGB", (max(int(width / shrink), 1), max(int(height / shrink), 1)))
                 x, y = image.size[0] / width, image.size[1] / height
                 part, target = (left * x, top * y, right * x, bottom * y), (self.size, self.size)
-                cut = image.convert("RGB").resize(target, image_module.Resampling.BILINEAR, box=part)
+                cut = _in_eight_bits(image).convert("RGB").resize(target, image_module.Resampling.BILINEAR, box=part)
         except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
             raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
         return np.asarray(cut), int(self.labels[index])
@@ -137,6 +137,19 @@ class ImageFolder:
         side = min(width, height) / _MARGIN
         left, top = (width - side) / 2, (height - side) / 2
         return left, top, left + side, top + side
+
+
+def _in_eight_bits(image: Any) -> Any:
+    """An image of 16 bits a pixel in 8: `convert` would cut values off at 255, and leave white.
+
+    Raises:
+        ValueError: for 32 bits a pixel.
+    """
+    if image.mode.startswith("I;16") or (image.mode, image.format) == ("I", "PNG"):
+        return image.convert("I").point(lambda value: value * (1 / 256)).convert("L")
+    if image.mode in ("I", "F"):
+        raise ValueError("it has 32 bits a pixel, whose range is not known; save it with 8 or 16")
+    return image
 
 
 def _images_under(root: Path, name: str) -> list[str]:
@@ -164,8 +177,9 @@ def image_folder(path: str | Path, split: str = "train", size: int = 224) -> Ima
     root = Path(path)
     folder = next((root / name for name in _FOLDERS[split] if (root / name).is_dir()), None)
     if folder is None or not (root / "train").is_dir():
-        wanted = "train" if split == "train" or not (root / "train").is_dir() else " or ".join(_FOLDERS["test"])
-        raise FileNotFoundError(f"image folder: {root} has no folder {wanted}; expected {root}/train/CLASS/*.jpg")
+        names = _FOLDERS["train" if not (root / "train").is_dir() else split]
+        expected = f"expected {root}/{names[0]}/CLASS/*.jpg"
+        raise FileNotFoundError(f"image folder: {root} has no folder {' or '.join(names)}; {expected}")
     if split == "train":
         return ImageFolder(folder, size, augment=Compose(RandomResizedCrop(), RandomHorizontalFlip()))
     names = (entry for entry in os.scandir(root / "train") if entry.is_dir() and not entry.name.startswith("."))

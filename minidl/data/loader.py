@@ -123,6 +123,9 @@ class Loader:
             raise checks.bad_dtype(_WHO, "dtype", "float32, bfloat16 or float16", self.dtype)
         self.workers = checks.at_least(_WHO, "workers", workers, 0)
         self.prefetch = max(checks.at_least(_WHO, "prefetch", prefetch, 1), self.workers)
+        if augment is not None and not callable(augment):
+            remedy = "RandomHorizontalFlip(), Compose(...) and others make one"
+            raise checks.bad_dtype(_WHO, "augment", "a function of images", checks.describe(augment), remedy)
         self.augment, self.mix, self.transfer, self.normalise = augment, mix, transfer, normalise
         self.epoch = 0
         self._next = 0  # the batch of this epoch that is handed out next

@@ -36,6 +36,19 @@ def world() -> Communicator:
     return SOLO if getattr(_world, "closed", False) else _world
 
 
+def given(comm: Communicator | None, who: str) -> Communicator:
+    """``comm``; where there is none `SOLO`, which has to be said where there are several ranks: gradients that one part
+    of a step divides by the samples of all ranks, and another sums over one, would be wrong without an error.
+
+    Raises:
+        ValueError: naming ``who`` was given none.
+    """
+    if comm is None and world().size > 1:
+        remedy = "pass what dist.init() gave, or dist.SOLO for what this rank does alone"
+        raise checks.bad_value(who, "comm", "given where there are several ranks", comm, remedy)
+    return SOLO if comm is None else comm
+
+
 def init(device: str = "auto", engine: str = "", *, elastic: bool = False) -> Communicator:
     """Join the ranks of this job and return the communicator over them; a collective.
 

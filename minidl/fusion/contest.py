@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from minidl.dist.communicator import Communicator
+from minidl.dist.communicator import SOLO, Communicator
 from minidl.fusion.chain import Term, total
 from minidl.fusion.piece import twin
 from minidl.fusion.plans import PLANS, Plan, choose, set_modes
@@ -101,7 +101,7 @@ class Whole:
     """
 
     def __init__(self, graph: Graph, batch: int, ops: ModuleType, precision: Precision):
-        self._model = Model(_copy(graph), device=ops.name, precision=precision)
+        self._model = Model(_copy(graph), device=ops.name, precision=precision, comm=SOLO)
         self._x = noise(ops, (batch, *graph.nodes[0].shape), precision.storage)
         self._dy = noise(ops, (batch, *graph.output_node.shape), precision.storage, seed=1)
 

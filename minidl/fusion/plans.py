@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from minidl import checks
+from minidl.checkpoint import write_whole
 from minidl.fusion.sites import Site
 from minidl.layer import Layer
 
@@ -185,7 +186,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
-        Path(path).write_text(json.dumps(self.record(), indent=1) + "\n")
+        write_whole(path, f"{json.dumps(self.record(), indent=1)}\n".encode())
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON has it."""

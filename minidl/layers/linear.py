@@ -13,7 +13,6 @@ from minidl.initializers import Initializer, kaiming_uniform, uniform_fan_in
 from minidl.layer import Layer
 from minidl.messages import factors
 from minidl.profile import Cost, PassCost
-from minidl.segments import LayerParams
 
 TILE_BYTES = 64 << 20
 """A gradient beyond this is made in tiles of at most so much, so that a ring of gradients need not hold all of it."""
@@ -72,7 +71,7 @@ class Linear(Layer):
         return y.reshape(x.shape[0], self.out_features)
 
     def send_factors(self, dy: Any) -> Work | None:
-        rows = self.params.shares(dy.shape[0]) if isinstance(self.params, LayerParams) else None
+        rows = self.params.shares(dy.shape[0]) if self.params else None
         if rows is None:
             return None
         ends, width = [0, *accumulate(rows)], self.in_features + self.out_features

@@ -7,7 +7,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from minidl import backend, checks
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import Communicator
+from minidl.dist.world import given
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.spans import NULL_PROFILER, Profiler
 
@@ -87,14 +88,14 @@ class Loss:
     A loss's author writes `check`, `evaluate`, `gradient`, `sums` and `plan`.
 
     Args:
-        comm: communicator whose ranks hold the shards of one batch.
+        comm: communicator whose ranks hold the shards of one batch; may be left out where there is one rank.
     """
 
     classifies = False  # whether `sums` counts right answers, so that there is an accuracy to tell
     divisible = False  # whether a batch may be cut into micro-batches: `count` knows what their losses are divided by
 
-    def __init__(self, comm: Communicator = SOLO):
-        self.comm = comm
+    def __init__(self, comm: Communicator | None = None):
+        self.comm = given(comm, type(self).__name__)
         self.profiler: Profiler = NULL_PROFILER
         self._saved: tuple[Any, ...] | None = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums, check_index, check_labels, out_of_range
 from minidl.precision import float32
 from minidl.profile import Cost, PassCost
@@ -40,7 +40,7 @@ class SoftmaxCrossEntropy(Loss):
     def __init__(
         self,
         ignore_index: int = -100,
-        comm: Communicator = SOLO,
+        comm: Communicator | None = None,
         *,
         label_smoothing: float = 0.0,
         weight: Sequence[float] | None = None,

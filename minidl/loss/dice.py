@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import checks
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums, check_index, check_labels, out_of_range
 
 
@@ -26,7 +26,7 @@ class DiceLoss(Loss):
         logits (N, H, W, K) with labels (N, H, W), or (N, K) with labels (N,); K at least 2.
     """
 
-    def __init__(self, smooth: float = 1.0, ignore_index: int = -100, comm: Communicator = SOLO):
+    def __init__(self, smooth: float = 1.0, ignore_index: int = -100, comm: Communicator | None = None):
         super().__init__(comm)
         self.smooth = checks.number("loss", "smooth", smooth, "above 0, finite", lambda v: 0 < v < inf)
         self.ignore_index = check_index("loss", ignore_index)

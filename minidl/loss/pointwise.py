@@ -7,7 +7,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import checks
-from minidl.dist.communicator import SOLO, Communicator
+from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums
 
 
@@ -57,7 +57,7 @@ class BCEWithLogitsLoss(_Pointwise):
 
     function = "bce_with_logits"
 
-    def __init__(self, pos_weight: float = 1.0, comm: Communicator = SOLO):
+    def __init__(self, pos_weight: float = 1.0, comm: Communicator | None = None):
         super().__init__(comm)
         self.a = checks.number("loss", "pos_weight", pos_weight, "above 0, finite", lambda v: 0 < v < inf)
 
@@ -75,7 +75,7 @@ class FocalLoss(_Pointwise):
 
     function = "focal"
 
-    def __init__(self, alpha: float = 0.25, gamma: float = 2.0, comm: Communicator = SOLO):
+    def __init__(self, alpha: float = 0.25, gamma: float = 2.0, comm: Communicator | None = None):
         super().__init__(comm)
         self.a = checks.number("loss", "alpha", alpha, "in [0, 1]", lambda v: 0 <= v <= 1)
         self.b = checks.number("loss", "gamma", gamma, "of 0, or at least 1, finite", lambda v: v == 0 or 1 <= v < inf)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from minidl.memory.program import Operation
 from minidl.memory.recording import Place, Run, mapped
 from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
-from minidl.store import TensorStore
+from minidl.store import Saved, TensorStore
 
 _PASSES = ("forward", "backward_weight", "backward_data")
 
@@ -263,13 +262,13 @@ class ScriptedStore(TensorStore):
         else:
             self._frames[owner] = dict(items)
 
-    def take(self, owner: str) -> SimpleNamespace:
+    def take(self, owner: str) -> Saved:
         if self._script is None:
             return super().take(owner)
         if owner not in self._frames:
             raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
         items = self._frames.pop(owner)
-        return SimpleNamespace(**{name: self._back(f"{owner}.{name}", item) for name, item in items.items()})
+        return Saved(**{name: self._back(f"{owner}.{name}", item) for name, item in items.items()})
 
     def _back(self, saver: str, item: Any) -> Any:
         """A saved array where it is when it has come back."""

@@ -68,15 +68,15 @@ def _number(value: float | None, scale: float = 1.0, digits: int = 1) -> str:
     return _NONE if value is None else f"{value * scale:.{digits}f}"
 
 
-def _rate(value: float | None) -> str:
-    """Three figures."""
-    return _NONE if value is None else f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+def _figures(value: float | None, scale: float = 1.0) -> str:
+    """Three of them."""
+    return _NONE if value is None else f"{value * scale:.3g}" if abs(value * scale) < 100 else f"{value * scale:.0f}"
 
 
 def _flops(rates: Sequence[float | None]) -> tuple[str, list[str]]:
     """TFLOP/s of several rows under one unit, and that: processors are far below one TFLOP/s."""
     unit, scale = ("GFLOP/s", 1e3) if max((rate or 0 for rate in rates), default=0) < 1 else ("TFLOP/s", 1)
-    return unit, [_rate(rate if rate is None else rate * scale) for rate in rates]
+    return unit, [_figures(rate, scale) for rate in rates]
 
 
 def _share(value: float | None) -> str:
@@ -161,8 +161,8 @@ def _roof(run: Run) -> Table:
     columns = ["layer and pass", "GFLOP", "MB", "FLOP/B", "ms", unit, "GB/s", "floor ms", "roof", "bound"]
     rows = []
     for row, rate in zip(found, rates, strict=True):
-        cells = [_line(run, row), _number(row["flop"], 1e-9, 3), _number(row["bytes"], 1e-6, 2)]
-        cells += [_number(row["intensity"]), _time(row), rate, _rate(row["gb_per_s"])]
+        cells = [_line(run, row), _figures(row["flop"], 1e-9), _figures(row["bytes"], 1e-6)]
+        cells += [_number(row["intensity"]), _time(row), rate, _figures(row["gb_per_s"])]
         rows.append([*cells, _ms(row["floor_ms"]), _share(row["roof_share"]), row["bound"] or _NONE])
     return _title(run, "work and share of the measured roofline"), columns, rows
 
@@ -188,7 +188,7 @@ def _communication(run: Run) -> Table:
         if row.get("in"):
             rows.append([*cells, "", _time(row), "", "", "", ""])
             continue
-        cells += [_number(row.get("message_bytes"), 1e-3), _time(row), _number(row["bus_gb_per_s"])]
+        cells += [_number(row.get("message_bytes"), 1e-3), _time(row), _figures(row["bus_gb_per_s"])]
         rows.append([*cells, *(_ms(row[key]) for key in ("transfer_ms", "wait_ms", "exposed_ms"))])
     if not rows:
         why = "measured on one rank; run it under mpirun -n 2" if run.ranks == 1 else "no layer has gradients"
@@ -202,7 +202,7 @@ def _memory(run: Run) -> Table:
     for name, passes in _layers(run):
         row = passes.get("forward") or next(iter(passes.values()))
         energies = [p["energy_mj"] for p in passes.values() if p["energy_mj"] is not None]
-        cells = [name, row["type"] or _NONE, _shape(row["output_shape"]), _number(row["saved_bytes"], 1e-6, 2)]
+        cells = [name, row["type"] or _NONE, _shape(row["output_shape"]), _figures(row["saved_bytes"], 1e-6)]
         rows.append([*cells, str(row["parameters"] or 0), _number(sum(energies) if energies else None, 1, 2)])
     return _title(run, "kept for the backward pass, and energy"), columns, rows
 
@@ -289,6 +289,10 @@ _OF_ONE: dict[str, Callable[[Run], Table]] = {
     "peers": _peers,
 }
 VIEWS = (*_OF_ONE, "networks")
+_BETWEEN_RANKS = (
+    "wire: bytes that each rank sends, around a ring 2 (n - 1) / n of what is summed; bus: these over transfer. "
+    "exposed: for how long computing stood still for messages, which is not part of in step."
+)
 
 
 def footer(content: Content) -> list[str]:
@@ -296,6 +300,7 @@ def footer(content: Content) -> list[str]:
     found = runs(content, "")
     lines = _steps(found[0].record) if len(found) == 1 else []
     lines += [content["conventions"]] if content.get("conventions") else []
+    lines += [_BETWEEN_RANKS] if any(run.ranks > 1 for run in found) else []
     return lines + [f"warning: {text}" for text in content.get("warnings") or ()]
 
 

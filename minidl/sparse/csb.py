@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -58,6 +59,9 @@ class CSBMatrix:
         if data.shape != (pattern.nnz,):
             raise checks.bad_shape("CSBMatrix", "data", f"({pattern.nnz},), a value per element", data.shape)
         self._data = data
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return partial(CSBMatrix, transposed=self._transposed), (self.pattern, self._data)
 
     # -- making one -------------------------------------------------------------------------------------------------
 
@@ -308,7 +312,7 @@ class CSBMatrix:
 
         See `minidl.sparse.profile`.
         """
-        return profile_product(self, x, features_last=features_last, split=split)
+        return profile_product(self, self._operand("x", x), features_last=features_last, split=split)
 
     def sampled(
         self, dy: Any, x: Any, *, features_last: bool = False, out: Any = None, accumulate: bool = False,
@@ -317,7 +321,7 @@ class CSBMatrix:
         """``dy @ x.T`` at the pattern: the gradient of ``data`` when ``dy`` is that of ``A @ x``. No dense product.
 
         Args:
-            dy: (M, N), or (N, M) with ``features_last``.
+            dy: (M, N), or (N, M) with ``features_last``; or a vector, as ``x`` then is.
             x: (K, N), or (N, K).
             out: (nnz,) float32 to write to, or with ``accumulate`` to add to; None allocates.
             split: as `matmul`; ``"tf32x3"`` changes nothing here.
@@ -329,6 +333,8 @@ class CSBMatrix:
             ValueError, TypeError: as `matmul`.
         """
         dy, x = self._operand("dy", dy), self._operand("x", x)
+        if dy.ndim == x.ndim == 1:
+            dy, x, features_last = dy[None], x[None], True
         samples = x.shape[0 if features_last else 1] if x.ndim == 2 else -1
         for name, array, features in (("dy", dy, self.shape[0]), ("x", x, self.shape[1])):
             self._require(name, array, (samples, features) if features_last else (features, samples))

@@ -178,6 +178,8 @@ def score_mask(
     who = "magnitude_mask"
     unit, sparsity = Granularity.parse(granularity), require_sparsity(who, "sparsity", sparsity)
     require_fitting(who, unit, scope, sparsity)
+    if not isinstance(weights, Mapping):
+        raise checks.bad_dtype(who, "weights", "a dictionary of arrays by name", checks.describe(weights))
     scores = {}
     for name, weight in weights.items():
         if weight.ndim < 2:

@@ -58,6 +58,8 @@ LIMIT_SECONDS = 1.0
 DIFFERENT_MODELS = {
     "other_model": "ValueError: ranks differ in parameter plan, first in entry 1: on rank",
     "other_weights": "ValueError: ranks differ in starting weights",
+    "forgotten_communicator": "ValueError: SoftmaxCrossEntropy: comm must be given where there are several ranks",
+    "other_rate": "ValueError: ranks differ in optimizer, first in entry 0: on rank",
     "other_rows": "height=8 over 1 ranks",
     "filters_of_others": "ValueError: ranks differ in parameter plan, first in entry 3: on rank",
     "other_batch": "ValueError: ranks differ in training plan, first in entry",

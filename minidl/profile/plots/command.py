@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from minidl import checks
+from minidl import checkpoint, checks
 from minidl.profile.plots.bars import bars
 from minidl.profile.plots.communication import communication
 from minidl.profile.plots.layers import layers, series
@@ -62,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     passes = tuple(args.passes or COMPUTE)
     if args.passes and args.kind not in ("roofline", "all"):
         raise checks.bad_value("", "--pass", "left out, for it is of the roofline", f"--kind {args.kind}")
+    checkpoint.require_place("", "--output", args.output, "folder")
     written, left_out = make(args.files, args.kind, args.output, args.format, passes)
     for path in written:
         print(f"wrote {path}")

@@ -256,6 +256,18 @@ def other_weights():
     m.Model(graph, device=device, comm=comm, seed=int(misbehaves))
 
 
+def forgotten_communicator():
+    """The gradients of a loss that divides by the samples of one rank would be as many times too large as ranks."""
+    m.SoftmaxCrossEntropy()
+
+
+def other_rate():
+    """One rank would take larger steps: weights would drift apart in silence."""
+    graph = m.Graph()
+    graph.output(m.Linear(8, 4, name="fc")(graph.input((8,))))
+    m.SGD(m.Model(graph, device=device, comm=comm), 0.2 if misbehaves else 0.1)
+
+
 def other_rows():
     """One rank takes an image for its own of which the others hold a part each."""
     alone = comm.split(comm.rank)
