@@ -29,9 +29,8 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div, conv_output_size
-from tests.convolutions import last_of_many_images, poison
+from tests.convolutions import Case, last_of_many_images, poison
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case
 from tests.tolerance import assert_close, draw
 
 DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
