@@ -22,6 +22,11 @@ def draw_integers(rng: np.random.Generator, shape, dtype, *, limit: int = 3) -> 
     return rng.integers(-limit, limit + 1, shape).astype(dtype)
 
 
+def draw_few(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
+    return (draw_integers(rng, shape, np.float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
+
+
 def assert_close(actual, expected, dtype=np.float32, *, terms: int = 1, scale: float | None = None, tf32: bool = False):
     """Assert ``|actual - expected|`` within one rounding to ``dtype`` plus float32 accumulation of ``terms`` terms.
 
