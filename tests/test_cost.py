@@ -143,6 +143,8 @@ BY_HAND = {
     ),
     # A column cut off, two added; two rows and one cut off: 2x3 of 5x4 are left, 2x5 are written.
     "pad that cuts": (m.Pad((-1, 2, -2, -1)), (1, 5, 4, 2), 4, [(0, 4 * (12 + 20)), (0, 4 * (12 + 40)), (0, 0)]),
+    "pad that cuts all columns": (m.Pad((4, -3, 0, 0)), (1, 5, 2, 1), 4, [(0, 4 * 15), (0, 4 * 10), (0, 0)]),
+    "pad that cuts all rows": (m.Pad((0, 0, -6, 8)), (1, 5, 2, 1), 4, [(0, 4 * 14), (0, 4 * 10), (0, 0)]),
 }  # fmt: skip
 
 

@@ -45,13 +45,17 @@ def test_update_cost_by_hand():
     [(lambda model: m.AdamW(model), 16, 28), (lambda model: m.LAMB(model), 27, 40),
      (lambda model: m.LARS(model, 0.1), 11, 28)],
 )  # fmt: skip
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_adaptive_update_cost_by_hand(make, flop, moved, precision):
-    """28 bytes of AdamW: weight, two moments read and written, the gradient. Products read a rounded copy in bf16."""
+    """28 bytes of AdamW: weight, two moments read and written, the gradient. Products read a copy of 16 bits.
+
+    A gradient that was scaled is read once more, divided and looked at.
+    """
     model = m.Model(models.mlp(3, (4, 4, 2), (5,)), precision=precision)
     n, products = model.num_parameters, 32 * 5 + 5 * 3
-    copies = 2 * products if precision == "bf16" else 0
-    assert make(model).cost() == PassCost(flop * n, moved * n + copies)
+    copies = 0 if precision == "fp32" else 2 * products
+    scaled = PassCost(2 * n, 4 * n) if precision == "fp16" else PassCost()
+    assert make(model).cost() == PassCost(flop * n, moved * n + copies) + scaled
 
 
 def test_smoothing_costs_three_operations_more():
