@@ -26,8 +26,7 @@ from tests.convolutions import (
 )
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT
-from tests.test_conv2d_weight_hopper import rounded
-from tests.tolerance import assert_close, draw
+from tests.tolerance import assert_close, draw, rounded
 
 CASES = [
     *SIXTEEN_BIT,

@@ -29,7 +29,7 @@ from tests.convolutions import (
 )
 from tests.test_conv2d_normalized import check as check_normalized
 from tests.test_conv2d_normalized import operands as normalized_operands
-from tests.tolerance import draw
+from tests.tolerance import draw, rounded
 
 
 def _case(pixels: tuple[int, int, int], channels: int, filters: int) -> Case:
@@ -190,12 +190,11 @@ def test_as_many_rows_as_a_block_takes_change_no_bit(thin, case, storage, rng, m
 @cases(LARGE)
 def test_tf32_rounds_operands_and_nothing_else(thin, case, rng):
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
-    rounded = [((host.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for host in hosts]
 
     def of(tf32, arrays):
         return three(thin, case, *put(thin, *arrays), tf32=tf32)
 
-    same(of(1, hosts), of(0, rounded))
+    same(of(1, hosts), of(0, map(rounded, hosts)))
     same(of(3, hosts), of(0, hosts))
 
 

@@ -14,7 +14,7 @@ from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float16, float32
 from tests.convolutions import Case, cases, pitched, plan_of, weight_gradient
 from tests.reference import conv2d as reference
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.tolerance import assert_close, draw, draw_integers, rounded
 
 CASES = [
     Case("3x3", (2, 9, 10, 64), (64, 3, 3), padding=(1, 1)),
@@ -53,11 +53,6 @@ TILES += [(tile, tf32) for tf32 in (1, 3) for tile in hopper.tiles_of(tf32)]
 DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2), (5, 1, 3), (3, 1, 5), (1, 1, 2)
 H200 = BUILT_IN["H200"]
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """What TF32 holds of float32, ten bits after the leading one, to nearest; no value lies half way."""
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def draw_exact(rng, shape, storage, tf32) -> np.ndarray:
