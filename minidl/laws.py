@@ -29,8 +29,8 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
     """Hold ``layer`` to the laws, alone, in float32; return when it obeys them all.
 
     `output_shape` tells the shape; inputs and gradients are not written to; a pass repeated gives the same bits;
-    ``grad=False`` saves nothing; an empty batch gives an empty answer; gradients of micro-batches add up, as does a
-    gradient that is to be added (`Layer.accepts_add`); and every gradient equals central differences.
+    ``grad=False`` saves nothing; an empty batch gives an empty answer and no gradient; gradients of micro-batches add
+    up, as does a gradient that is to be added (`Layer.accepts_add`); and every gradient equals central differences.
     Inputs are spread so that no two values nearly coincide and none is nearly 0: kinks elsewhere must be avoided by
     another ``seed``.
 
@@ -53,7 +53,7 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
     if layer.bound:
         raise checks.order(layer.name, "check_layer on a layer of a model", "pass a layer of its own")
     ops, rng = backend.open_device(device), np.random.default_rng(seed)
-    inputs = [_spread(rng, tuple(shape)) for shape in shapes]
+    inputs = [spread(rng, tuple(shape)) for shape in shapes]
     layer.output_shape(*(x.shape for x in inputs))
     state = layer.to(device, "fp32").state_dict()
     try:
@@ -65,7 +65,7 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
         layer.load_state_dict(state)
 
 
-def _spread(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+def spread(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
     """Values in ±2.1 whose neighbours differ by more than a step of differences where there are few, none near 0."""
     size = int(np.prod(shape))
     spaced = (np.arange(size) - size / 2 + 0.5) * (4.0 / max(size, 1))
@@ -152,6 +152,8 @@ def _empty_batch(layer: Layer, ops: ModuleType, shapes: list[tuple[int, ...]]) -
         _require(y.shape == expected, layer, f"an empty batch gives the shape {y.shape}, output_shape says {expected}")
         for part, x in zip(_parts(layer.backward(y)), empty, strict=True):
             _require(part.shape == x.shape, layer, f"an empty batch has a gradient of shape {part.shape}")
+        for name, gradient in (layer.params.gradients() if layer.specs else {}).items():
+            _require(not ops.to_host(gradient).any(), layer, f"an empty batch has a gradient of {name}")
     finally:
         layer.training = training
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,110 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, pitched, put
 from tests.tolerance import assert_close, draw, draw_integers
 
 SIXTEEN = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 EVERY = pytest.mark.parametrize("storage", [bfloat16, float16, float32], ids=["bf16", "fp16", "fp32"])
 LAUNCHERS = "minidl.cuda.convolution"
+ENDS = (-1, -1, -1, -1), (0, 0, 0, 0)  # the last value of one array, the first of another
 PITCHES = (8, 8), (2, 4), (3, 2), (1, 1)  # channels before and behind those of a slice
+
+
+@dataclass(frozen=True)
+class Case:
+    """Image N, H, W, C; filters K, R, S; the options of the convolution."""
+
+    name: str
+    x: tuple[int, int, int, int]
+    filters: tuple[int, int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+    groups: int = 1
+    w: tuple[int, int, int, int] = field(init=False)
+
+    def __post_init__(self):
+        object.__setattr__(self, "w", (*self.filters, self.x[3] // self.groups))
+
+    @property
+    def options(self):
+        return {
+            "stride": self.stride, "padding": self.padding, "dilation": self.dilation, "groups": self.groups,
+        }  # fmt: skip
+
+    @property
+    def y(self):
+        size = reference.output_size(self.x, self.w, self.stride, self.padding, self.dilation)
+        return (self.x[0], *size, self.w[0])
+
+    @property
+    def terms(self):
+        """Products summed into an output, a data gradient, a filter gradient; at most."""
+        K, R, S, C = self.w
+        return R * S * C, R * S * K // self.groups, self.y[0] * self.y[1] * self.y[2]
+
+
+CASES = [
+    Case("ones", (1, 1, 1, 1), (1, 1, 1)),
+    Case("plain-3x3", (2, 9, 10, 16), (32, 3, 3), padding=(1, 1)),
+    Case("primes", (3, 7, 11, 5), (13, 3, 5), padding=(1, 2)),
+    Case("stem-7x7-stride-2", (2, 15, 17, 3), (16, 7, 7), stride=(2, 2), padding=(3, 3)),
+    Case("stride-2", (3, 8, 8, 16), (33, 3, 3), stride=(2, 2), padding=(1, 1)),
+    Case("stride-asymmetric", (2, 11, 13, 4), (6, 3, 2), stride=(3, 2), padding=(0, 1)),
+    Case("stride-over-kernel", (2, 13, 12, 7), (9, 2, 1), stride=(3, 4)),
+    Case("stride-unreached-border", (1, 8, 9, 2), (3, 3, 3), stride=(4, 4)),
+    Case("dilation", (2, 12, 11, 6), (17, 3, 3), padding=(2, 3), dilation=(2, 3)),
+    Case("dilation-stride", (2, 14, 15, 3), (5, 3, 3), stride=(2, 3), padding=(3, 1), dilation=(3, 2)),
+    Case("dilation-beyond-image", (2, 5, 6, 8), (8, 3, 3), padding=(6, 7), dilation=(6, 7)),
+    Case("kernel-over-image", (2, 3, 2, 5), (4, 5, 7), padding=(2, 3)),
+    Case("one-pixel-3x3", (5, 1, 1, 19), (21, 3, 3), padding=(1, 1)),
+    Case("wide-row", (1, 1, 70, 3), (2, 1, 3), padding=(0, 1)),
+    Case("tall-column", (1, 70, 1, 2), (3, 3, 1), stride=(2, 1)),
+    Case("1x1", (2, 6, 5, 24), (40, 1, 1)),
+    Case("1x1-stride-2", (2, 7, 8, 12), (20, 1, 1), stride=(2, 2)),
+    Case("1x1-padded", (2, 4, 3, 3), (5, 1, 1), padding=(2, 1), stride=(2, 2)),
+    Case("1x1-many-channels", (2, 3, 5, 300), (40, 1, 1)),
+    Case("1x1-stride-2-many-filters", (1, 5, 4, 33), (290, 1, 1), stride=(2, 2)),
+    Case("few-channels", (2, 6, 9, 4), (18, 2, 9), stride=(1, 2), padding=(1, 11)),
+    Case("few-channels-narrow", (3, 4, 1, 2), (5, 1, 4), stride=(2, 3), padding=(0, 3)),
+    Case("linear", (7, 1, 1, 100), (31, 1, 1)),
+    Case("linear-one-sample", (1, 1, 1, 257), (65, 1, 1)),
+    Case("many-channels", (2, 4, 5, 67), (70, 3, 3), padding=(1, 1)),
+    Case("groups", (2, 6, 7, 12), (18, 3, 3), padding=(1, 1), groups=3),
+    Case("groups-wide", (1, 5, 5, 40), (72, 3, 3), stride=(2, 1), padding=(1, 1), groups=2),
+    Case("groups-of-one", (2, 5, 6, 6), (12, 3, 3), padding=(1, 1), groups=6),
+    Case("depthwise", (2, 9, 8, 37), (37, 3, 3), padding=(1, 1), groups=37),
+    Case("depthwise-stride-2", (2, 9, 10, 16), (16, 5, 3), stride=(2, 2), padding=(2, 1), groups=16),
+    Case("depthwise-dilated", (1, 11, 9, 3), (3, 3, 3), padding=(2, 2), dilation=(2, 2), groups=3),
+    Case("empty-batch", (0, 6, 5, 4), (8, 3, 3), padding=(1, 1)),
+    Case("empty-batch-linear", (0, 1, 1, 4), (8, 1, 1)),
+]
+SMALL = [case for case in CASES if case.name in ("primes", "stride-2", "linear", "groups", "depthwise-stride-2")]
+
+
+def cases(some=CASES):
+    return pytest.mark.parametrize("case", some, ids=[case.name for case in some])
+
+
+def put(ops, *arrays):
+    return [None if a is None else ops.from_host(a) for a in arrays]
+
+
+def pitched(ops, host, before=3, after=2):
+    """``host`` as a slice of the channels of a wider array."""
+    wide = np.full((*host.shape[:-1], before + host.shape[-1] + after), np.nan, host.dtype)
+    wide[..., before : before + host.shape[-1]] = host
+    return ops.from_host(wide)[..., before : before + host.shape[-1]]
 
 
 def draws(rng: np.random.Generator, case: Case, dtype: Any) -> tuple[Any, ...]:
     """Whole numbers for input, filters and output gradient."""
     return tuple(draw_integers(rng, shape, dtype) for shape in (case.x, case.w, case.y))
+
+
+def drawn(rng, case, dtype):
+    """Normal values for the same."""
+    return tuple(draw(rng, shape, dtype) for shape in (case.x, case.w, case.y))
 
 
 def plan_of(case: Case) -> Convolution:
@@ -195,8 +288,11 @@ def equals_definition(
     tf32: int = 0,
     scale: float = 4,
 ) -> None:
-    """Within what rounding may do, and again to the bit: alone, and with biases and a further gradient."""
-    hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
+    """Within what rounding may do, and again to the bit: alone, and with biases and a further gradient.
+
+    Operands stay as they were.
+    """
+    hosts = drawn(rng, case, storage)
     some = [draw(rng, case.w[0], float32), draw(rng, case.x[3], float32), draw(rng, case.x, storage)]
     placed, (bias, dbias, added) = put(ops, *hosts), put(ops, *some)
     for given, more, terms in (
@@ -208,7 +304,9 @@ def equals_definition(
         expected = EXPECTED[passes](case, *hosts, np.float64, *more)
         kinds, terms = (storage, storage, float32), np.add(terms, case.terms)
         for one, other, kind, count in zip(found, expected, kinds, terms, strict=False):
+            assert one.dtype == kind
             assert_close(one, other, kind, terms=int(count), scale=scale, tf32=tf32 == 1)
+    same(map(ops.to_host, (*placed, added)), (*hosts, some[2]))
 
 
 def bits_of_dense_arrays(
@@ -221,7 +319,7 @@ def bits_of_dense_arrays(
     tf32: int = 0,
 ) -> None:
     """Repeats, and slices of wider arrays at any address, give the same bits."""
-    hosts, add = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)], draw(rng, case.x, storage)
+    hosts, add = drawn(rng, case, storage), draw(rng, case.x, storage)
     x, w, dy = put(ops, *hosts)
     expected = passes(ops, case, x, w, dy, add=ops.from_host(add), tf32=tf32)
     same_bits(passes(ops, case, x, w, dy, add=ops.from_host(add), tf32=tf32), expected)
@@ -256,7 +354,7 @@ def keeps_nonfinite_apart(
     storage: Any,
     rng: np.random.Generator,
     passes: Callable,
-    where: tuple[tuple[int, ...], tuple[int, ...]] = ((-1, -1, -1, -1), (0, 0, 0, 0)),
+    where: tuple[tuple[int, ...], tuple[int, ...]] = ENDS,
 ) -> None:
     """A NaN or infinity at ``where`` of input and output gradient reaches what the definition says and nothing else."""
     x, w, dy = draws(rng, case, storage)
@@ -268,6 +366,29 @@ def keeps_nonfinite_apart(
             expected = EXPECTED[passes](case, hurt, w, pain, storage)
         for one, other in zip(passes(ops, case, *put(ops, hurt, w, pain)), expected, strict=True):
             np.testing.assert_array_equal(np.isfinite(one.astype(np.float64)), np.isfinite(other.astype(np.float64)))
+
+
+def obeys(
+    ops: Any,
+    case: Case,
+    storage: Any,
+    rng: np.random.Generator,
+    passes: Callable,
+    monkeypatch: pytest.MonkeyPatch,
+    tf32: int = 0,
+    pitches: Sequence[tuple[int, int]] = PITCHES,
+    where: tuple[tuple[int, ...], tuple[int, ...]] = ENDS,
+    modules: Sequence[str] = ("conv2d",),
+    count: int = 2,
+) -> None:
+    """The laws above that need no bound: arguments are theirs. Where TF32 carries what is not finite is told apart."""
+    exact_on_whole_numbers(ops, case, storage, rng, passes, tf32)
+    if passes is three:
+        exact_weight_gradient(ops, case, storage, rng)
+    bits_of_dense_arrays(ops, case, storage, rng, passes, pitches, tf32)
+    if not tf32:
+        keeps_nonfinite_apart(ops, case, storage, rng, passes, where)
+    writes_its_output_alone(ops, case, storage, rng, passes, monkeypatch, modules, count, tf32)
 
 
 def independent_of_the_batch(ops: Any, case: Case, rng: np.random.Generator, images: int = 67) -> None:
@@ -283,7 +404,7 @@ def same_bits_by_every_tile(
     ops: Any, case: Case, storage: Any, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, share: int
 ) -> None:
     """Which of Hopper's tiles is chosen, and so the device, cannot be seen, with and without what is added."""
-    hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y, case.x)]
+    hosts = *drawn(rng, case, storage), draw(rng, case.x, storage)
     x, w, dy, add, bias, dbias = put(ops, *hosts, draw(rng, case.w[0], float32), draw(rng, case.x[3], float32))
     options = case.options | {"tf32": int(storage == float32)}
     poison(monkeypatch)

@@ -1,14 +1,15 @@
-"""Random training steps for laws of memory plans."""
+"""Random training steps, and programs that lack an operation, for laws of memory plans."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import numpy as np
 
 import minidl as m
 from minidl import models
-from minidl.memory import Step, Tensor, Trace, record
+from minidl.memory import Operation, Step, Tensor, Trace, record
 
 
 def random_trace(
@@ -96,3 +97,12 @@ def real_trace(name: str, image: int = 64, batch: int = 2, **options) -> Trace:
     """The trace of a small training step of a library model."""
     graph = models.build(name, (image, image, 3), 2 if name == "unet" else 10, **options)
     return record(graph, batch, model=name, image=image)
+
+
+def without(operations: list[Operation], k: int) -> list[Operation]:
+    """The program without operation k; waits still mean the same operations."""
+    return [
+        dataclasses.replace(o, index=o.index - 1) if o.kind == "wait" and o.index > k else o
+        for i, o in enumerate(operations)
+        if i != k
+    ]

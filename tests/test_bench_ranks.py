@@ -13,40 +13,14 @@ from minidl.bench.rows import Table, network_rows
 from minidl.bench.step import TrainingStep
 from minidl.profile.steps import COMPUTE, SpanTime, StepTimes
 from minidl.profile.timing import Timing
+from tests.parts import Twins
 
 CEILINGS = {"copy_gb_per_s": 20.0, "matrix_tflops": {"fp32": 0.1, "bf16": 0.1}, "vector_tflops": {"fp32": 0.1}}
 
 
-class Two:
-    """Two ranks of which both saw the same, for what is joined without sending."""
-
-    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
-
-    def share(self, value):
-        return [value, value]
-
-    def all_reduce(self, array):
-        pass
-
-    def barrier(self):
-        pass
-
-    def start_all_reduce(self, array, span=None, name=""):
-        with span(None):
-            pass
-        return self
-
-    def start_all_gather(self, array, cuts, span=None, name=""):
-        array[cuts[1] :] = array[: cuts[1]]
-        return self.start_all_reduce(array, span, name)
-
-    def wait(self):
-        pass
-
-
 def measured(group_bytes):
     """A step of two ranks, and its rows."""
-    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Two(), group_bytes=group_bytes)
+    step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Twins(), group_bytes=group_bytes)
     times = network.measure(step, seconds=0.01)
     found = cases(models.build("mlp", (4, 4, 1), 3), 2)
     ceilings = CEILINGS | {"all_reduce": {"bus_gb_per_s": 1.0}}
@@ -58,7 +32,7 @@ def test_a_ranks_samples_and_noise_are_its_own():
     """Dropout goes by global sample: those of a rank begin behind the batches of the ranks before."""
     steps, begun, expected = [], [], []
     for rank in (0, 1):
-        comm = Two()
+        comm = Twins()
         comm.rank = rank
         steps.append(TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=5, device="cpu", comm=comm))
         steps[-1].eager = lambda x, labels, first: begun.append((x, labels, first))
@@ -149,7 +123,7 @@ def test_transfer_wait_and_exposed_of_a_message():
 def test_factors_are_a_row_of_what_they_send(monkeypatch):
     """Two ranks of two samples each: one gives the other its rows of x and dy, 48 + 128 elements and 16 of padding."""
     monkeypatch.setattr("minidl.model.most_rows", lambda inputs, *others: 4 * (inputs == 48))
-    step = TrainingStep(models.build("mlp", (4, 4, 3), 3), batch=2, device="cpu", comm=Two(), group_bytes=1 << 20)
+    step = TrainingStep(models.build("mlp", (4, 4, 3), 3), batch=2, device="cpu", comm=Twins(), group_bytes=1 << 20)
     found, times = cases(models.build("mlp", (4, 4, 3), 3), 2), network.measure(step, seconds=0.01)
     table = Table("mlp", step, 2, found, (), times, {}, CEILINGS, lambda nbytes: Timing((1.0,) * 3))
     messages = {row["layer"]: row for row in network_rows(table) if row["pass"] == "all_reduce"}

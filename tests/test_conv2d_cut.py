@@ -20,16 +20,15 @@ from tests import test_conv2d_masked as masked
 from tests import test_conv2d_normalized as normalized
 from tests import test_conv2d_statistics as statistics
 from tests.convolutions import (
-    bits_of_dense_arrays,
+    Case,
     both,
+    cases,
     equals_definition,
-    exact_on_whole_numbers,
     independent_of_the_batch,
-    keeps_nonfinite_apart,
+    obeys,
     plan_of,
-    writes_its_output_alone,
+    put,
 )
-from tests.test_conv2d_ops import Case, cases, put
 
 CASES = [
     Case("1x1", (3, 9, 7, 264), (328, 1, 1)),
@@ -133,8 +132,8 @@ def paired(hopper):
 
 @STORAGE
 @cases(CASES)
-def test_whole_numbers_give_the_bits_of_the_definition(paired, case, storage, tf32, rng):
-    exact_on_whole_numbers(paired, case, storage, rng, both, tf32)
+def test_laws_of_single_convolutions(paired, case, storage, tf32, rng, monkeypatch):
+    obeys(paired, case, storage, rng, both, monkeypatch, tf32, ((8, 16), (3, 2)))
 
 
 @STORAGE
@@ -143,24 +142,9 @@ def test_equals_definition_and_repeats(paired, case, storage, tf32, rng):
     equals_definition(paired, case, storage, rng, both, tf32, scale=32)
 
 
-@cases(CASES)
-def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(paired, case, rng):
-    bits_of_dense_arrays(paired, case, bfloat16, rng, both, ((8, 16), (3, 2)))
-
-
-@cases(CASES)
-def test_all_of_the_output_and_nothing_else_is_written(paired, case, rng, monkeypatch):
-    writes_its_output_alone(paired, case, bfloat16, rng, both, monkeypatch)
-
-
 @cases(CASES[:3])
 def test_an_images_result_does_not_depend_on_its_batch(paired, case, rng):
     independent_of_the_batch(paired, case, rng, images=9)  # of many the depth is not cut
-
-
-@cases(CASES)
-def test_what_is_not_finite_stays_where_it_belongs(paired, case, rng):
-    keeps_nonfinite_apart(paired, case, bfloat16, rng, both)
 
 
 @cases(CASES)

@@ -13,17 +13,18 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests.convolutions import (
-    bits_of_dense_arrays,
+    Case,
     both,
     both_expected,
+    cases,
     draws,
     equals_definition,
-    exact_on_whole_numbers,
+    obeys,
+    pitched,
     plan_of,
+    put,
     same,
-    writes_its_output_alone,
 )
-from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw, draw_integers
 
 
@@ -109,9 +110,9 @@ def test_every_choice_can_be_had_by_name(case):
 @pytest.mark.parametrize(("tile", "parts"), SPLITS, ids=[f"{tile}/{parts}" for tile, parts in SPLITS])
 @cases(CASES)
 @STORAGE
-def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, tf32, tile, parts, rng):
+def test_laws_of_single_convolutions(hopper, case, storage, tf32, tile, parts, rng, monkeypatch):
     with kernel(Choice("hopper", tile, (1, parts))):
-        exact_on_whole_numbers(hopper, case, storage, rng, both, tf32)
+        obeys(hopper, case, storage, rng, both, monkeypatch, tf32, ((8, 16), (4, 4), (3, 2)))
 
 
 @cases([*CASES, _case(64, 1000, 4096), _case(4, 4096, 36)])
@@ -133,12 +134,6 @@ def test_equals_definition_and_repeats(hopper, case, storage, tf32, rng):
 
 
 @cases(CASES)
-def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
-    with kernel(Choice("hopper", "128x128x5", (1, 4))):
-        bits_of_dense_arrays(hopper, case, bfloat16, rng, both, ((8, 16), (4, 4), (3, 2)))
-
-
-@cases(CASES)
 def test_what_is_fused_has_the_bits_of_passes_of_their_own(hopper, case, rng):
     """Masks and statistics, whichever way the product is done."""
     x, w, dy = put(hopper, *(draw(rng, shape, bfloat16) for shape in (case.x, case.w, case.y)))
@@ -146,9 +141,3 @@ def test_what_is_fused_has_the_bits_of_passes_of_their_own(hopper, case, rng):
     masked = hopper.conv2d_backward_data_summed(dy, w, case.x, mask=x, **case.options)[0]
     same([hopper.to_host(masked)], [hopper.to_host(hopper.relu_backward(dx, x))])
     same([hopper.to_host(hopper.conv2d_stats(x, w, **case.options)[0])], [hopper.to_host(y)])
-
-
-@cases(CASES)
-def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
-    with kernel(Choice("hopper", "128x64x4*2", (1, 8))):
-        writes_its_output_alone(hopper, case, bfloat16, rng, both, monkeypatch)

@@ -22,18 +22,23 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
 from tests.convolutions import (
+    CASES as ALL,
+)
+from tests.convolutions import (
     SIXTEEN,
+    Case,
     bits_of_dense_arrays,
     both,
+    cases,
+    drawn,
     equals_definition,
     independent_of_the_batch,
     plan_of,
+    put,
     same_bits,
     same_bits_by_every_tile,
     writes_its_output_alone,
 )
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import Case, cases, draws, put
 from tests.tolerance import draw
 
 CASES = [
@@ -259,7 +264,7 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(forced_ops, c
 
 def test_dense_arrays_at_odd_addresses(forced_ops, rng):
     case = FEW[0]
-    hosts = *draws(rng, case, bfloat16), draw(rng, case.w[0], float32)
+    hosts = *drawn(rng, case, bfloat16), draw(rng, case.w[0], float32)
 
     def shifted(host):
         flat = forced_ops.from_host(np.concatenate([np.full(1, np.nan, host.dtype), host.ravel()]))
@@ -283,7 +288,7 @@ def test_an_images_result_does_not_depend_on_its_batch(forced_ops, case, rng):
 
 @cases(FEW)
 def test_batches_beyond_a_launch_are_split(forced_ops, case, rng, monkeypatch):
-    placed = put(forced_ops, *draws(rng, case, bfloat16))
+    placed = put(forced_ops, *drawn(rng, case, bfloat16))
     add = forced_ops.from_host(draw(rng, case.x, bfloat16))
     whole = both(forced_ops, case, *placed, add=add)
     monkeypatch.setattr(conv2d_hopper, "ROW_LIMIT", case.x[1] * case.x[2])

@@ -14,17 +14,17 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests.convolutions import (
     SIXTEEN,
-    bits_of_dense_arrays,
+    Case,
     both,
-    exact_on_whole_numbers,
+    cases,
     exact_weight_gradient,
-    keeps_nonfinite_apart,
+    obeys,
+    pitched,
     plan_of,
+    put,
     weight_gradient,
-    writes_its_output_alone,
 )
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import assert_close, draw
 
 CASES = [
@@ -85,8 +85,9 @@ def test_groups_are_taken_where_they_fit():
 
 @cases(CASES)
 @SIXTEEN
-def test_whole_numbers_give_the_bits_of_the_definition(grouped, case, storage, rng):
-    exact_on_whole_numbers(grouped, case, storage, rng, both)
+def test_laws_of_single_convolutions(grouped, case, storage, rng, monkeypatch):
+    """Products with other groups' channels are with zeros, which would turn NaN and infinity into NaN."""
+    obeys(grouped, case, storage, rng, both, monkeypatch, where=((0, 0, 0, 1), (-1, -1, -1, 0)))
 
 
 @cases(WEIGHTS)
@@ -104,20 +105,3 @@ def test_weight_gradients_of_misaligned_arrays_and_repeats_have_the_same_bits(gr
     for before, after in ((8, 8), (2, 4), (3, 2), (1, 1)):
         wide = pitched(grouped, dy, before, after), pitched(grouped, x, before, after)
         np.testing.assert_array_equal(weight_gradient(grouped, case, *wide), expected)
-
-
-@cases(CASES)
-def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(grouped, case, rng):
-    bits_of_dense_arrays(grouped, case, bfloat16, rng, both)
-
-
-@cases(CASES)
-def test_all_of_the_output_and_nothing_else_is_written(grouped, case, rng, monkeypatch):
-    writes_its_output_alone(grouped, case, bfloat16, rng, both, monkeypatch)
-
-
-@cases([case for case in CASES if case.name in ("4", "16", "32", "stride-2", "6")])
-@SIXTEEN
-def test_not_a_number_reaches_its_group_and_nothing_else(grouped, case, storage, rng):
-    """Products with other groups' channels are with zeros, which would turn NaN and infinity into NaN."""
-    keeps_nonfinite_apart(grouped, case, storage, rng, both, ((0, 0, 0, 1), (-1, -1, -1, 0)))

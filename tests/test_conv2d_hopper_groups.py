@@ -17,16 +17,16 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.precision import bfloat16, float32
 from tests.convolutions import (
     SIXTEEN,
-    bits_of_dense_arrays,
+    Case,
     both,
-    exact_on_whole_numbers,
-    keeps_nonfinite_apart,
+    cases,
+    obeys,
     plan_of,
+    put,
     same,
-    writes_its_output_alone,
+    weight_gradient,
 )
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, put, weight_gradient
 from tests.tolerance import assert_close, draw, draw_integers
 
 CASES = [
@@ -66,8 +66,8 @@ def test_groups_that_fill_stages_and_tiles_are_taken():
 
 @cases(CASES)
 @SIXTEEN
-def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, storage, rng):
-    exact_on_whole_numbers(hopper, case, storage, rng, both)
+def test_laws_of_single_convolutions(hopper, case, storage, rng, monkeypatch):
+    obeys(hopper, case, storage, rng, both, monkeypatch)
 
 
 @cases(FORWARD)
@@ -115,21 +115,6 @@ def test_statistics_and_masks_are_those_of_passes_of_their_own(hopper, case, rng
 
 
 @cases(CASES)
-def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
-    bits_of_dense_arrays(hopper, case, bfloat16, rng, both)
-
-
-@cases(CASES)
-def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
-    writes_its_output_alone(hopper, case, bfloat16, rng, both, monkeypatch)
-
-
-@cases(CASES)
-def test_not_a_number_reaches_its_group_and_nothing_else(hopper, case, rng):
-    keeps_nonfinite_apart(hopper, case, bfloat16, rng, both)
-
-
-@cases(CASES)
 def test_float32_is_left_to_others(cuda_ops, case, rng):
     x, w = put(cuda_ops, draw(rng, case.x, float32), draw(rng, case.w, float32))
     with family("hopper"), pytest.raises(ValueError, match="family"):
@@ -158,10 +143,10 @@ def test_weight_gradients_of_groups_that_are_taken_together(hopper, case, storag
             conv2d_weight_hopper, "bundled", lambda conv, tf32, groups=groups: conv._replace(groups=groups)
         )
         placed = hopper.from_host(dy), hopper.from_host(x)
-        np.testing.assert_array_equal(weight_gradient(hopper, *placed, case, start, tf32=tf32), expected)
+        np.testing.assert_array_equal(weight_gradient(hopper, case, *placed, start, tf32=tf32), expected)
         bad = x.copy()
         bad[..., channels : 2 * channels] = np.nan
-        gradient = weight_gradient(hopper, placed[0], hopper.from_host(bad), case, tf32=tf32)
+        gradient = weight_gradient(hopper, case, placed[0], hopper.from_host(bad), tf32=tf32)
         assert np.isnan(gradient[filters : 2 * filters]).all()
         assert not np.isnan(gradient[:filters]).any() and not np.isnan(gradient[2 * filters :]).any()
 

@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 from minidl.precision import bfloat16, float32
-from tests.convolutions import SIXTEEN, each_tile, poison
+from tests.convolutions import CASES as ALL
+from tests.convolutions import SIXTEEN, cases, each_tile, pitched, poison, put
 from tests.test_batch_norm_ops import signs_of
 from tests.test_conv2d_families import CASES, FEW
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
 
 KINDS = pytest.mark.parametrize(("joined", "added"), [(False, False), (False, True), (True, False), (True, True)])

@@ -10,11 +10,10 @@ from minidl.cuda.convolution.conv2d_family import Choice, family
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
-from tests.convolutions import SIXTEEN, each_tile, plan_of, poison
+from tests.convolutions import CASES as ALL
+from tests.convolutions import SIXTEEN, Case, cases, each_tile, plan_of, poison, put
 from tests.reference import conv2d as reference
 from tests.test_conv2d_families import CASES, FEW
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import STORE, draw, draw_integers
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.convolutions import SIXTEEN
+from tests.convolutions import CASES as ALL
+from tests.convolutions import SIXTEEN, cases, put
 from tests.test_conv2d_families import CASES
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, put
 from tests.tolerance import draw
 
 

@@ -16,10 +16,9 @@ from minidl.cuda.rows import DTYPE
 from minidl.layers import Conv2d
 from minidl.precision import bfloat16, float16
 from minidl.value import Normalized, Origin, Value
-from tests.convolutions import SIXTEEN, forget_plans, plan_of
+from tests.convolutions import SIXTEEN, cases, forget_plans, plan_of, put
 from tests.test_conv2d_families import CASES, FEW
 from tests.test_conv2d_normalized import LONG, normalised, operands
-from tests.test_conv2d_ops import cases, put
 
 UNIT = {bfloat16: 2.0**-8, float16: 2.0**-11}
 

@@ -11,9 +11,8 @@ import pytest
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float32
-from tests.convolutions import both, both_expected, draws, same, weight_gradient
+from tests.convolutions import Case, both, both_expected, draws, put, same, weight_gradient
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, put
 from tests.tolerance import draw_integers
 
 MOST = 4e6  # products of a pass

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from minidl.precision import bfloat16, float32
-from tests.convolutions import SIXTEEN, each_tile
+from tests.convolutions import CASES as ALL
+from tests.convolutions import SIXTEEN, cases, each_tile, pitched, put
 from tests.test_conv2d_families import CASES, FEW
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import cases, pitched, put
 from tests.tolerance import assert_close, draw
 
 ADDED = pytest.mark.parametrize("added", [False, True])

@@ -16,17 +16,14 @@ from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float16, float32
 from tests.convolutions import (
     EVERY,
-    bits_of_dense_arrays,
+    Case,
+    cases,
     equals_definition,
-    exact_on_whole_numbers,
-    exact_weight_gradient,
-    keeps_nonfinite_apart,
+    obeys,
     plan_of,
     stems_of,
     three,
-    writes_its_output_alone,
 )
-from tests.test_conv2d_ops import Case, cases
 
 
 def _case(rows: int, channels: int, filters: int) -> Case:
@@ -91,31 +88,12 @@ def test_the_grid_covers_every_value_and_no_sum_is_cut_finer_than_it_is_deep(cas
 
 @cases(CASES)
 @EVERY
-def test_whole_numbers_give_the_bits_of_the_definition(small, case, storage, rng):
-    exact_on_whole_numbers(small, case, storage, rng, three)
-    exact_weight_gradient(small, case, storage, rng)
+def test_laws_of_single_convolutions(small, case, storage, rng, monkeypatch):
+    """Rows and columns beyond the last are read again, and dropped."""
+    obeys(small, case, storage, rng, three, monkeypatch)
 
 
 @cases(LARGE)
 @EVERY
-def test_equals_definition(small, case, storage, rng, three):
+def test_equals_definition(small, case, storage, rng):
     equals_definition(small, case, storage, rng, three)
-
-
-@cases(CASES)
-@EVERY
-def test_pitched_and_misaligned_arrays_and_repeats_give_the_bits_of_dense_ones(small, case, storage, rng):
-    bits_of_dense_arrays(small, case, storage, rng, three)
-
-
-@cases(CASES)
-@EVERY
-def test_all_of_the_output_and_nothing_else_is_written(small, case, storage, rng, monkeypatch):
-    writes_its_output_alone(small, case, storage, rng, three, monkeypatch)
-
-
-@cases(CASES)
-@EVERY
-def test_not_a_number_reaches_its_row_and_nothing_else(small, case, storage, rng):
-    """Rows and columns beyond the last are read again, and dropped."""
-    keeps_nonfinite_apart(small, case, storage, rng, three)

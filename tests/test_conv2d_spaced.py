@@ -13,9 +13,8 @@ from minidl.fusion import fuse
 from minidl.graph import Graph
 from minidl.layers import Add, BatchNorm2d, Conv2d, Flatten, Linear, ReLU
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import SIXTEEN, each_tile, poison
+from tests.convolutions import SIXTEEN, Case, cases, each_tile, poison, put
 from tests.test_batch_norm_ops import signs_of
-from tests.test_conv2d_ops import Case, cases, put
 from tests.test_optim import gradients
 from tests.tolerance import draw
 

@@ -11,12 +11,11 @@ from minidl.cuda.convolution import conv2d_hopper, depthwise_strip
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run, observed
 from minidl.precision import bfloat16, float32
-from tests.convolutions import SIXTEEN, each_tile, plan_of, poison
+from tests.convolutions import CASES as ALL
+from tests.convolutions import SIXTEEN, Case, cases, each_tile, pitched, plan_of, poison, put
 from tests.reference import batch_norm as reference
 from tests.test_batch_norm_ops import assert_stats
 from tests.test_conv2d_families import CASES, CUT, FEW
-from tests.test_conv2d_ops import CASES as ALL
-from tests.test_conv2d_ops import Case, cases, pitched, put
 from tests.tolerance import draw
 
 

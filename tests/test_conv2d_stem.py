@@ -14,9 +14,8 @@ from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import last_of_many_images, plan_of, poison
+from tests.convolutions import Case, cases, drawn, last_of_many_images, pitched, plan_of, poison, put, weight_gradient
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, draws, pitched, put, weight_gradient
 from tests.test_conv2d_statistics import check, operands
 from tests.tolerance import assert_close, draw
 
@@ -237,20 +236,20 @@ def test_constant_channels_have_no_variance(stem, rng):
 
 @cases(CASES)
 def test_both_passes_equal_the_definition(stem, case, dtype, rng):
-    x, w, dy = draws(rng, case, dtype)
+    x, w, dy = drawn(rng, case, dtype)
     bias = draw(rng, case.w[0], np.float32)
     y = stem.to_host(stem.conv2d(*put(stem, x, w, bias), **case.options))
     assert_close(y, reference.conv2d(x, w, bias, **case.options), dtype, terms=case.terms[0] + 1, scale=4)
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
-    assert_close(weight_gradient(stem, *put(stem, dy, x), case), expected, terms=max(case.terms[2], 1), scale=4)
+    assert_close(weight_gradient(stem, case, *put(stem, dy, x)), expected, terms=max(case.terms[2], 1), scale=4)
     start = draw(rng, case.w, np.float32)
-    added = weight_gradient(stem, *put(stem, dy, x), case, start=start)
+    added = weight_gradient(stem, case, *put(stem, dy, x), start=start)
     assert_close(added, start + expected, terms=case.terms[2] + 1, scale=4)
 
 
 @cases(CASES)
 def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(stem, case, dtype, rng):
-    x, w, dy = draws(rng, case, dtype)
+    x, w, dy = drawn(rng, case, dtype)
     dense = put(stem, x, w, dy)
 
     def moved(host):
@@ -258,20 +257,20 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(stem, case, d
         flat = stem.from_host(np.concatenate([np.full(1, np.nan, dtype), host.reshape(-1)]))
         return flat[1:].reshape(host.shape)
 
-    y, dw = stem.to_host(stem.conv2d(*dense[:2], **case.options)), weight_gradient(stem, dense[2], dense[0], case)
+    y, dw = stem.to_host(stem.conv2d(*dense[:2], **case.options)), weight_gradient(stem, case, dense[2], dense[0])
     for place in (lambda host: pitched(stem, host), moved):
         other = stem.to_host(stem.conv2d(place(x), moved(w), **case.options))
         assert np.array_equal(other.view(np.uint16), y.view(np.uint16))
-        assert np.array_equal(weight_gradient(stem, place(dy), place(x), case), dw)
+        assert np.array_equal(weight_gradient(stem, case, place(dy), place(x)), dw)
 
 
 @cases(EDGES)
 def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, dtype, rng, monkeypatch):
-    x, w, dy = put(stem, *draws(rng, case, dtype))
+    x, w, dy = put(stem, *drawn(rng, case, dtype))
 
     def run():
         y = stem.to_host(stem.conv2d(x, w, **case.options))
-        return y.view(np.uint16), weight_gradient(stem, dy, x, case).view(np.uint32)
+        return y.view(np.uint16), weight_gradient(stem, case, dy, x).view(np.uint32)
 
     expected = run()
     for a, b in zip(expected, run(), strict=True):
@@ -283,7 +282,7 @@ def test_every_output_is_written_and_every_run_gives_the_same_bits(stem, case, d
 
 @cases(CASES)
 def test_the_output_in_tf32_equals_the_definition_wherever_arrays_lie(stem, case, rng, monkeypatch):
-    x, w, _ = draws(rng, case, float32)
+    x, w, _ = drawn(rng, case, float32)
     bias, options = draw(rng, case.w[0], np.float32), case.options | {"tf32": 1}
     y = stem.to_host(stem.conv2d(*put(stem, x, w, bias), **options))
     expected = reference.conv2d(x, w, bias, **case.options)
@@ -301,7 +300,7 @@ def test_the_output_in_tf32_equals_the_definition_wherever_arrays_lie(stem, case
 @pytest.mark.parametrize("storage", [bfloat16, float32], ids=["bf16", "tf32"])
 def test_what_is_not_finite_stays_in_its_neighbourhood(stem, case, rng, value, storage):
     """Fragments read beyond windows and behind the last pixel of a row: none of that may reach a result."""
-    (x, w, dy), tf32 = draws(rng, case, storage), int(storage == float32)
+    (x, w, dy), tf32 = drawn(rng, case, storage), int(storage == float32)
     for place in ((0, 0, 0, 0), (-1, -1, -1, -1), (0, x.shape[1] // 2, x.shape[2] // 2, x.shape[3] // 2)):
         hurt = x.copy()
         hurt[place] = value
@@ -310,7 +309,7 @@ def test_what_is_not_finite_stays_in_its_neighbourhood(stem, case, rng, value, s
             assert (np.isfinite(y) == np.isfinite(reference.conv2d(hurt, w, **case.options))).all()
             expected = reference.conv2d_backward_weight(dy, hurt, case.w, **case.options)
         if not tf32:
-            assert (np.isfinite(weight_gradient(stem, *put(stem, dy, hurt), case)) == np.isfinite(expected)).all()
+            assert (np.isfinite(weight_gradient(stem, case, *put(stem, dy, hurt))) == np.isfinite(expected)).all()
 
 
 def test_a_large_batch_equals_its_parts(stem, rng):

@@ -19,16 +19,18 @@ from minidl.shapes import ceil_div
 from tests import test_conv2d_masked as masked
 from tests import test_conv2d_statistics as statistics
 from tests.convolutions import (
+    Case,
     both,
     both_expected,
+    cases,
     draws,
     forget_plans,
     keeps_nonfinite_apart,
     plan_of,
+    put,
     same,
     writes_its_output_alone,
 )
-from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw, draw_integers
 
 # Of 16-bit types one, two and three products of the last stage, of float32 likewise.

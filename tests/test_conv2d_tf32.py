@@ -14,20 +14,19 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from tests import convolutions
 from tests.convolutions import (
-    bits_of_dense_arrays,
+    Case,
     both,
-    exact_on_whole_numbers,
+    cases,
+    obeys,
+    put,
     same,
     same_bits_by_every_tile,
     three,
     three_expected,
-    writes_its_output_alone,
 )
 from tests.test_conv2d_families import CASES as SIXTEEN_BIT
 from tests.test_conv2d_families import CUT
-from tests.test_conv2d_ops import Case, cases, put
-from tests.test_conv2d_weight_hopper import rounded
-from tests.tolerance import assert_close, draw
+from tests.tolerance import assert_close, draw, rounded
 
 CASES = [
     *SIXTEEN_BIT,
@@ -76,8 +75,8 @@ def test_it_is_taken_where_rounding_is_allowed():
 
 
 @cases(CASES)
-def test_whole_numbers_give_the_bits_of_the_definition(hopper, case, rng):
-    exact_on_whole_numbers(hopper, case, float32, rng, both, tf32=1)
+def test_laws_of_single_convolutions(hopper, case, rng, monkeypatch):
+    obeys(hopper, case, float32, rng, both, monkeypatch, 1, ((4, 8), (3, 2), (1, 1)))
 
 
 @cases([case for case in SOME if max(case.terms) < 1000])  # the units cut long sums off
@@ -98,16 +97,6 @@ def test_operands_are_rounded_to_nearest(hopper, case, rng):
 @pytest.mark.parametrize("share", [1, 3])
 def test_every_tile_gives_the_same_bits(hopper, case, rng, monkeypatch, share):
     same_bits_by_every_tile(hopper, case, float32, rng, monkeypatch, share)
-
-
-@cases(CASES)
-def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper, case, rng):
-    bits_of_dense_arrays(hopper, case, float32, rng, both, ((4, 8), (3, 2), (1, 1)), tf32=1)
-
-
-@cases(CASES)
-def test_all_of_the_output_and_nothing_else_is_written(hopper, case, rng, monkeypatch):
-    writes_its_output_alone(hopper, case, float32, rng, both, monkeypatch, tf32=1)
 
 
 @cases(SOME)

@@ -15,25 +15,21 @@ from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
 from tests.convolutions import (
     EVERY,
-    bits_of_dense_arrays,
+    SIXTEEN,
+    Case,
     both,
-    both_expected,
+    cases,
     equals_definition,
-    exact_on_whole_numbers,
-    exact_weight_gradient,
-    keeps_nonfinite_apart,
+    obeys,
     plan_of,
+    put,
     same,
     stems_of,
     three,
-    writes_its_output_alone,
 )
 from tests.test_conv2d_normalized import check as check_normalized
 from tests.test_conv2d_normalized import operands as normalized_operands
-from tests.test_conv2d_ops import Case, cases, put
-from tests.tolerance import draw, draw_integers
-
-EVERY_HALF = pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
+from tests.tolerance import draw, rounded
 
 
 def _case(pixels: tuple[int, int, int], channels: int, filters: int) -> Case:
@@ -157,45 +153,30 @@ def test_blocks_take_every_row_once_and_chunks_do_not_depend_on_the_device(case,
 # ------------------------------------------------------------------------------------------------------- on a GPU
 
 
-@cases(HALVES)
-@EVERY_HALF
-def test_more_than_sixteen_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
-    exact_on_whole_numbers(thin, case, storage, rng, three)
-    exact_weight_gradient(thin, case, storage, rng)
-    bits_of_dense_arrays(thin, case, storage, rng, three)
-    keeps_nonfinite_apart(thin, case, storage, rng, three)
-    writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
+ALL = [(case, storage) for case in CASES for storage in (bfloat16, float16, float32)]
+ALL += [(case, storage) for case in HALVES for storage in (bfloat16, float16)]
+
+
+@pytest.mark.parametrize(("case", "storage"), ALL, ids=lambda value: value.name)
+def test_laws_of_single_convolutions(thin, case, storage, rng, monkeypatch):
+    """Rows and channels that pad a product are zeros, which infinity would turn into NaN."""
+    obeys(thin, case, storage, rng, three, monkeypatch, modules=("conv2d", "conv2d_thin"), count=3)
 
 
 @cases(MORE)
-@EVERY_HALF
-def test_more_than_32_obey_the_same_laws(thin, case, storage, rng, monkeypatch):
-    x, w, dy = hosts = [draw_integers(rng, shape, storage) for shape in (case.x, case.w, case.y)]
-    bias, dbias = (draw_integers(rng, count, float32) for count in (case.w[0], case.x[3]))
-    found = both(thin, case, *put(thin, *hosts, bias), bias=thin.from_host(dbias))
-    same(found, both_expected(case, *hosts, storage, bias, dbias))
-    found = thin.to_host(thin.conv2d(*put(thin, x, w, bias), **case.options, relu=True))
-    same([found], [np.maximum(both_expected(case, *hosts, storage, bias)[0].astype(np.float64), 0.0)])
-    bits_of_dense_arrays(thin, case, storage, rng, both)
-    keeps_nonfinite_apart(thin, case, storage, rng, both)
-    writes_its_output_alone(thin, case, storage, rng, both, monkeypatch, ("conv2d",), 2)
-
-
-@cases(CASES)
-@EVERY
-def test_whole_numbers_give_the_bits_of_the_definition(thin, case, storage, rng):
-    exact_on_whole_numbers(thin, case, storage, rng, three)
-    exact_weight_gradient(thin, case, storage, rng)
+@SIXTEEN
+def test_laws_of_more_than_32(thin, case, storage, rng, monkeypatch):
+    obeys(thin, case, storage, rng, both, monkeypatch)
 
 
 @cases(LARGE)
 @EVERY
-def test_equals_definition(thin, case, storage, rng, three):
+def test_equals_definition(thin, case, storage, rng):
     equals_definition(thin, case, storage, rng, three)
 
 
 @cases([*LARGE, *HALVES[-2:]])
-@EVERY_HALF
+@SIXTEEN
 def test_as_many_rows_as_a_block_takes_change_no_bit(thin, case, storage, rng, monkeypatch):
     arrays = put(thin, *(draw(rng, shape, storage) for shape in (case.x, case.w, case.y)))
     expected = three(thin, case, *arrays)
@@ -209,29 +190,16 @@ def test_as_many_rows_as_a_block_takes_change_no_bit(thin, case, storage, rng, m
 @cases(LARGE)
 def test_tf32_rounds_operands_and_nothing_else(thin, case, rng):
     hosts = [draw(rng, shape, float32) for shape in (case.x, case.w, case.y)]
-    rounded = [((host.view(np.uint32) + 0x1000) & 0xFFFFE000).view(np.float32) for host in hosts]
 
     def of(tf32, arrays):
         return three(thin, case, *put(thin, *arrays), tf32=tf32)
 
-    same(of(1, hosts), of(0, rounded))
+    same(of(1, hosts), of(0, map(rounded, hosts)))
     same(of(3, hosts), of(0, hosts))
 
 
-@cases(CASES)
-@EVERY
-def test_pitched_and_misaligned_arrays_and_repeats_give_the_bits_of_dense_ones(thin, case, storage, rng):
-    bits_of_dense_arrays(thin, case, storage, rng, three)
-
-
-@cases(CASES)
-@EVERY
-def test_all_of_the_output_and_nothing_else_is_written(thin, case, storage, rng, monkeypatch):
-    writes_its_output_alone(thin, case, storage, rng, three, monkeypatch, ("conv2d", "conv2d_thin"), 3)
-
-
 @cases(TO_FEW)
-@EVERY_HALF
+@SIXTEEN
 def test_normalising_on_the_way_is_normalising_before(thin, case, storage, rng):
     """Output, to the bit and without a pass, and weight gradient, whose rows beyond the last count as none."""
     x, w, norm = normalized_operands(rng, case, storage)
@@ -245,10 +213,3 @@ def test_normalising_on_the_way_is_normalising_before(thin, case, storage, rng):
         thin.conv2d_backward_weight(dy, source, norm=given, out=out, **case.options)
         found.append(thin.to_host(out))
     same(found[:1], found[1:])
-
-
-@cases(CASES)
-@EVERY
-def test_not_a_number_reaches_its_row_and_nothing_else(thin, case, storage, rng):
-    """Rows and channels that pad a product are zeros, which infinity would turn into NaN."""
-    keeps_nonfinite_apart(thin, case, storage, rng, three)

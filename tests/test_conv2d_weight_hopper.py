@@ -12,10 +12,9 @@ from minidl.cuda.convolution import conv2d_weight_tiles
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float16, float32
-from tests.convolutions import plan_of
+from tests.convolutions import Case, cases, pitched, plan_of, weight_gradient
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case, cases, pitched, weight_gradient
-from tests.tolerance import assert_close, draw, draw_integers
+from tests.tolerance import assert_close, draw, draw_integers, rounded
 
 CASES = [
     Case("3x3", (2, 9, 10, 64), (64, 3, 3), padding=(1, 1)),
@@ -54,11 +53,6 @@ TILES += [(tile, tf32) for tf32 in (1, 3) for tile in hopper.tiles_of(tf32)]
 DIVISIONS = (1, 1), (3, 1), (2, 2), (1, 2), (5, 1, 3), (3, 1, 5), (1, 1, 2)
 H200 = BUILT_IN["H200"]
 CUT = 32  # tensor cores cut the sums of a step off: four units where rounding makes half of one
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """What TF32 holds of float32, ten bits after the leading one, to nearest; no value lies half way."""
-    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def draw_exact(rng, shape, storage, tf32) -> np.ndarray:
@@ -114,11 +108,11 @@ def test_equals_definition_and_accumulates(hopper_ops, case, storage, tf32, name
     expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
     placed, scale = (hopper_ops.from_host(dy), hopper_ops.from_host(x)), CUT if tf32 else cut_off(case, expected)
     with family(name):
-        gradient = weight_gradient(hopper_ops, *placed, case, tf32=tf32)
+        gradient = weight_gradient(hopper_ops, case, *placed, tf32=tf32)
         assert_close(gradient, expected, terms=case.terms[2], scale=scale)
-        again = weight_gradient(hopper_ops, *placed, case, tf32=tf32)
+        again = weight_gradient(hopper_ops, case, *placed, tf32=tf32)
         assert np.array_equal(gradient, again), "another run, other bits"
-        added = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
+        added = weight_gradient(hopper_ops, case, *placed, start=start, tf32=tf32)
     assert_close(added, start + expected, terms=case.terms[2] + 1, scale=scale)
 
 
@@ -139,7 +133,7 @@ def test_every_tile_equals_definition(hopper_ops, case, kind, rng, taking):
                 continue
             taking(tile, *division)
             with family("hopper"):
-                gradient = weight_gradient(hopper_ops, *placed, case, start=start, tf32=tf32)
+                gradient = weight_gradient(hopper_ops, case, *placed, start=start, tf32=tf32)
             np.testing.assert_array_equal(gradient, expected, f"{tile.name} {division}")
 
 
@@ -155,7 +149,7 @@ def test_a_gradient_that_overflows_the_cache_equals_definition(hopper_ops, case,
     for tile in hopper.TILES:
         taking(tile, *division, overflowing=True)
         with family("hopper"):
-            gradient = weight_gradient(hopper_ops, *placed, case, start=start if accumulate else None)
+            gradient = weight_gradient(hopper_ops, case, *placed, start=start if accumulate else None)
         np.testing.assert_array_equal(gradient, expected, tile.name)
 
 
@@ -165,10 +159,10 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, c
     storage, tf32 = KINDS[kind]
     x, dy = draw(rng, case.x, storage), draw(rng, case.y, storage)
     with family("hopper"):
-        expected = weight_gradient(hopper_ops, hopper_ops.from_host(dy), hopper_ops.from_host(x), case, tf32=tf32)
+        expected = weight_gradient(hopper_ops, case, hopper_ops.from_host(dy), hopper_ops.from_host(x), tf32=tf32)
         for before, after in ((8, 16), (3, 2), (8, 1), (1, 7)):  # aligned, or in need of a copy
             placed = [pitched(hopper_ops, host, before, after) for host in (dy, x)]
-            assert np.array_equal(weight_gradient(hopper_ops, *placed, case, tf32=tf32), expected)
+            assert np.array_equal(weight_gradient(hopper_ops, case, *placed, tf32=tf32), expected)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "tf32", "tf32x3"])
@@ -225,7 +219,7 @@ def test_large_sums_equal_those_of_exact_float32(hopper_ops, storage, tf32, rng)
         padding = filters[1] // 2
         case = Case("large", x_shape, filters, stride=(stride, stride), padding=(padding, padding))
         placed = [hopper_ops.from_host(draw_exact(rng, shape, storage, tf32)) for shape in (case.y, case.x)]
-        exact = weight_gradient(hopper_ops, *[hopper_ops.cast(a, float32) for a in placed], case)
-        found = weight_gradient(hopper_ops, *placed, case, tf32=tf32)
+        exact = weight_gradient(hopper_ops, case, *[hopper_ops.cast(a, float32) for a in placed])
+        found = weight_gradient(hopper_ops, case, *placed, tf32=tf32)
         cuts = 2 * CUT if tf32 == 1 else CUT  # after 8 products instead of 16: twice as many in a long sum
         assert_close(found, exact, terms=case.terms[2], scale=cuts)

@@ -22,10 +22,9 @@ from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, taken
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
-from tests.convolutions import plan_of
+from tests.convolutions import cases, plan_of
 from tests.kernel_calls import PROCESSES
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import cases
 from tests.test_conv2d_weight_hopper import CASES, H200, HALO_CASES, KIND, TILES
 from tests.tolerance import draw
 from tests.variants import covering_each

@@ -9,8 +9,7 @@ import pytest
 
 from minidl.precision import bfloat16, float32
 from tests import convolutions
-from tests.convolutions import Guarded, both, three
-from tests.test_conv2d_ops import Case
+from tests.convolutions import Case, Guarded, both, three
 
 CASE = Case("odd", (2, 6, 5, 6), (4, 3, 2), stride=(2, 1), padding=(1, 0), groups=2)
 OPERATIONS = "conv2d", "conv2d_backward_data", "conv2d_backward_weight"

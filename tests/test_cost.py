@@ -1,11 +1,9 @@
-"""FLOP and bytes of every layer: by hand, and counted while plain Python computes the layer's formula.
-
-The counted formulas are held to the layers' own results, so that what is counted is what the layer computes.
-"""
+"""FLOP and bytes of every layer: by hand, and of convolutions by the windows of the definition."""
 
 from __future__ import annotations
 
-import math
+from itertools import product
+from math import prod
 
 import numpy as np
 import pytest
@@ -13,9 +11,6 @@ import pytest
 import minidl as m
 from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered, gradient_sum
-from tests.counted.values import batch_norm, elementwise, group_norm, hardswish, layer_norm, relu, softmax
-from tests.counted.windows import adaptive_pool, avg_pool, convolution, linear, max_pool, pad, transposed, upsample
-from tests.counting import Counter, costs, numbers
 from tests.parts import Part
 
 # -- by hand --------------------------------------------------------------------------------------------------------
@@ -100,7 +95,62 @@ BY_HAND = {
     ),
     # One pixel around 2x2: 16 elements written, 4 read; backward 4 and 4.
     "pad": (m.Pad(1), (1, 2, 2, 1), 4, [(0, 80), (0, 32), (0, 0)]),
+    # Options. One window of 3x3 in two is beyond the image's edge: all are counted, 20 + 5 pixels of 2 channels.
+    "max pool beyond the edge": (
+        m.MaxPool2d((2, 3), (1, 2), (1, 0), ceil_mode=True), (1, 4, 6, 1), 2,
+        [(6 * 15, 2 * (24 + 15) + 15), (15, 2 * (24 + 15) + 15), (0, 0)],
+    ),
+    # Windows at 0 and 3, taps 0 and 2 of each: 4 of 7 rows and 4 of 8 columns are read.
+    "max pool that leaves pixels out": (
+        m.MaxPool2d(2, 3, dilation=2), (2, 7, 8, 1), 4, [(32, 4 * (32 + 8) + 8), (8, 4 * (112 + 8) + 8), (0, 0)],
+    ),
+    # 289 taps: an index of two bytes.
+    "large max pool": (
+        m.MaxPool2d(17, 1), (1, 18, 17, 1), 4, [(578, 4 * (306 + 2) + 4), (2, 4 * (306 + 2) + 4), (0, 0)],
+    ),
+    "average pool beyond the edge": (
+        m.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 6, 4, 1), 4,
+        [(12 * 10, 4 * (24 + 12)), (12 * 10, 4 * (24 + 12)), (0, 0)],
+    ),
+    "average pool that leaves pixels out": (
+        m.AvgPool2d(1, 3), (1, 7, 5, 2), 4, [(12 * 2, 4 * (12 + 12)), (12 * 2, 4 * (12 + 70)), (0, 0)],
+    ),
+    # Rows 0-1, 1-3, 3-5, 5-6: 10 of bins that overlap; columns 0, 0-1, 1, 1-2, 2: 7. Both channels.
+    "bins that overlap": (
+        m.AdaptiveAvgPool2d((4, 5)), (1, 7, 3, 2), 4,
+        [(2 * 10 * 7 + 40, 4 * (42 + 40)), (2 * 10 * 7 + 40, 4 * (42 + 40)), (0, 0)],
+    ),
+    "GELU by tanh": (m.GELU("tanh"), (2, 3, 5), 4, [(300, 240), (510, 360), (0, 0)]),
+    "batch norm without parameters": (
+        m.BatchNorm2d(5, affine=False), (6, 5), 4,
+        [(6 * 30, 3 * 120 + 6 * 20), (5 * 30, 3 * 120 + 4 * 20), (4 * 30, 2 * 120 + 4 * 20)],
+    ),
+    "group norm without parameters": (
+        m.GroupNorm(3, 6, affine=False), (3, 6), 4,
+        [(6 * 18, 3 * 72 + 72), (5 * 18, 3 * 72 + 144), (4 * 18, 2 * 72 + 144)],
+    ),
+    "layer norm without parameters": (
+        m.LayerNorm(4, elementwise_affine=False), (3, 4), 4, [(6 * 12, 2 * 48 + 24), (9 * 12, 3 * 48 + 24), (0, 0)],
+    ),
+    # Rows 0 and 2 of five, columns 0, 1 and 2 of four: one of each output's, of which there are six.
+    "upsample that leaves pixels out": (
+        m.Upsample(size=(2, 3)), (1, 5, 4, 1), 4, [(0, 4 * (6 + 6)), (6, 4 * (20 + 6)), (0, 0)],
+    ),
+    # Rows 0, 3 and 6 with those behind them: 6 of 7; columns 0 and 4: 3 of 5 with the one behind the first.
+    "upsample between corners": (
+        m.Upsample(size=(3, 2), mode="bilinear", align_corners=True), (1, 7, 5, 1), 2,
+        [(8 * 6, 2 * (15 + 6)), (8 * 6, 2 * (35 + 6)), (0, 0)],
+    ),
+    # A column cut off, two added; two rows and one cut off: 2x3 of 5x4 are left, 2x5 are written.
+    "pad that cuts": (m.Pad((-1, 2, -2, -1)), (1, 5, 4, 2), 4, [(0, 4 * (12 + 20)), (0, 4 * (12 + 40)), (0, 0)]),
+    "pad that cuts all columns": (m.Pad((4, -3, 0, 0)), (1, 5, 2, 1), 4, [(0, 4 * 15), (0, 4 * 10), (0, 0)]),
+    "pad that cuts all rows": (m.Pad((0, 0, -6, 8)), (1, 5, 2, 1), 4, [(0, 4 * 14), (0, 4 * 10), (0, 0)]),
 }  # fmt: skip
+
+
+def costs(cost):
+    """(FLOP, bytes) of the three passes."""
+    return [(p.flop, p.bytes) for p in (cost.forward, cost.backward_data, cost.backward_weight)]
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -132,179 +182,87 @@ def test_a_fan_outs_gradient_is_one_operand_more_or_a_pass_of_its_own():
     assert gradient_sum(m.Flatten().cost((2, 4, 4, 3)).backward_data, 96, 2) == PassCost(96, 3 * 2 * 96)
 
 
-# -- counted --------------------------------------------------------------------------------------------------------
-
-CASES = [
-    (convolution, lambda: m.Conv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
-    (convolution, lambda: m.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(0, 2), bias=False), (1, 5, 4, 2)),
-    (convolution, lambda: m.Conv2d(4, 6, 2, dilation=(2, 3), groups=2), (1, 6, 7, 4)),
-    (convolution, lambda: m.Conv2d(3, 3, 3, stride=2, padding=1, groups=3, bias=False), (1, 5, 5, 3)),
-    (convolution, lambda: m.Conv2d(3, 2, 1, stride=2), (2, 5, 4, 3)),
-    (convolution, lambda: m.Conv2d(1, 2, 2, stride=3, padding=3), (1, 4, 7, 1)),
-    (transposed, lambda: m.ConvTranspose2d(3, 2, 2, stride=2), (1, 3, 2, 3)),
-    (transposed, lambda: m.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1, bias=False), (1, 3, 3, 2)),
-    (transposed, lambda: m.ConvTranspose2d(2, 3, 1, stride=3, output_padding=2, bias=False), (2, 2, 3, 2)),
-    (convolution, lambda: m.layers.RowParallelConv2d(2, 3, 3, padding=1, height=4), (2, 4, 5, 2)),
-    (convolution, lambda: m.layers.ChannelParallelConv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
-    (transposed, lambda: m.ConvTranspose2d(4, 6, (3, 2), padding=(2, 0), groups=2, dilation=2), (1, 4, 3, 4)),
-    (linear, lambda: m.Linear(5, 3), (4, 5)),
-    (linear, lambda: m.Linear(3, 7, bias=False), (2, 3)),
-    (batch_norm, lambda: m.BatchNorm2d(3), (2, 3, 4, 3)),
-    (batch_norm, lambda: m.BatchNorm2d(5, affine=False), (6, 5)),
-    (relu, lambda: m.ReLU(), (2, 3, 5)),
-    (max_pool, lambda: m.MaxPool2d(3, 2, 1), (1, 5, 4, 2)),
-    (max_pool, lambda: m.MaxPool2d((2, 3), (1, 2), (1, 0), ceil_mode=True), (1, 4, 6, 1)),
-    (max_pool, lambda: m.MaxPool2d(2, 3, dilation=2), (2, 7, 8, 1)),
-    (max_pool, lambda: m.MaxPool2d(17, 1), (1, 18, 17, 1)),
-    (avg_pool, lambda: m.AvgPool2d(2), (2, 4, 5, 3)),
-    (avg_pool, lambda: m.AvgPool2d(3, 2, 1, ceil_mode=True), (1, 4, 6, 2)),
-    (avg_pool, lambda: m.AvgPool2d(3, 2, 1, ceil_mode=True, count_include_pad=False), (1, 6, 4, 1)),
-    (avg_pool, lambda: m.AvgPool2d(1, 3), (1, 7, 5, 2)),
-    (adaptive_pool, lambda: m.AdaptiveAvgPool2d(1), (2, 3, 4, 2)),
-    (adaptive_pool, lambda: m.AdaptiveAvgPool2d((4, 5)), (1, 7, 3, 2)),
-    (elementwise, lambda: m.ReLU6(), (2, 3, 50)),
-    (elementwise, lambda: m.LeakyReLU(0.2), (2, 3, 5)),
-    (elementwise, lambda: m.Sigmoid(), (2, 3, 5)),
-    (elementwise, lambda: m.Tanh(), (2, 3, 5)),
-    (elementwise, lambda: m.SiLU(), (2, 3, 5)),
-    (elementwise, lambda: m.GELU(), (2, 3, 5)),
-    (elementwise, lambda: m.GELU("tanh"), (2, 3, 5)),
-    (hardswish, lambda: m.Hardswish(), (2, 3, 9)),
-    (softmax, lambda: m.Softmax(), (3, 2, 5)),
-    (group_norm, lambda: m.GroupNorm(2, 6), (2, 2, 3, 6)),
-    (group_norm, lambda: m.GroupNorm(3, 6, affine=False), (3, 6)),
-    (layer_norm, lambda: m.LayerNorm(5), (2, 2, 3, 5)),
-    (layer_norm, lambda: m.LayerNorm(4, elementwise_affine=False), (3, 4)),
-    (upsample, lambda: m.Upsample(scale_factor=2), (1, 2, 3, 2)),
-    (upsample, lambda: m.Upsample(size=(2, 3)), (1, 5, 4, 1)),
-    (upsample, lambda: m.Upsample(scale_factor=2, mode="bilinear"), (2, 3, 2, 1)),
-    (upsample, lambda: m.Upsample(size=(3, 2), mode="bilinear", align_corners=True), (1, 7, 5, 1)),
-    (pad, lambda: m.Pad((1, 2, 0, 3), value=0.5), (2, 2, 3, 2)),
-    (pad, lambda: m.Pad((-1, 2, -2, -1)), (1, 5, 4, 2)),
-]  # fmt: skip
-
-
-def test_every_layer_is_computed_by_hand_and_counted():
+def test_every_layer_is_computed_by_hand():
     every = {getattr(m.layers, name) for name in m.layers.__all__}
     assert {type(layer) for layer, *_ in BY_HAND.values()} | {m.Add, m.Mul, m.Concat} == every
-    own_tests = {m.Dropout, m.StochasticDepth, m.Flatten, m.Add, m.Mul, m.Concat}  # below: random, a view, joins
-    assert {type(make()) for _, make, _ in CASES} | own_tests == every
-
-
-def run(layer, x, dy, training):
-    """(output, input gradient, parameter gradients) of the layer itself, float64."""
-    layer.training = training
-    y, dx = layer.forward(x), layer.backward(dy)
-    grads = layer.params.gradients() if layer.specs else {}
-    return np.asarray(y, np.float64), np.asarray(dx, np.float64), {k: v.copy() for k, v in grads.items()}
-
-
-def drawn(rng, layer, shape):
-    """(x, dy) without equal elements, so that no maximum is tied."""
-    x = rng.permutation(math.prod(shape)).reshape(shape).astype(np.float32) / 8 - 2
-    return x, rng.standard_normal(layer.output_shape(shape)).astype(np.float32)
-
-
-@pytest.mark.parametrize("itemsize", [4, 2])
-@pytest.mark.parametrize("count, make, shape", CASES, ids=[f"{c.__name__}{i}" for i, (c, _, _) in enumerate(CASES)])
-def test_cost_is_what_the_formula_does(count, make, shape, itemsize, rng):
-    layer = make()
-    x, dy = drawn(rng, layer, shape)
-    state = layer.state_dict()
-    y, dx, grads, counters = count(layer, state, x, dy, itemsize)
-    found = run(layer, x, dy, training=True)
-    np.testing.assert_allclose(found[0], y, rtol=1e-4, atol=1e-4)
-    np.testing.assert_allclose(found[1], dx, rtol=1e-4, atol=1e-4)
-    assert found[2].keys() == grads.keys()
-    for name, values in grads.items():
-        np.testing.assert_allclose(found[2][name], values, rtol=1e-4, atol=1e-3)
-    assert costs(layer.cost(shape, itemsize=itemsize)) == [counter.counts for counter in counters]
 
 
 @pytest.mark.parametrize("affine", [True, False])
-def test_batch_norm_in_evaluation_mode_is_one_multiply_per_gradient(affine, rng):
-    layer, shape = m.BatchNorm2d(3, affine=affine), (2, 3, 2, 3)
-    x, dy = drawn(rng, layer, shape)
-    run(layer, x, dy, training=True)  # the running statistics are then no longer trivial
+def test_batch_norm_in_evaluation_mode_is_one_multiply_per_gradient(affine):
+    layer, shape, n, vector = m.BatchNorm2d(3, affine=affine), (2, 3, 2, 3), 36, 12
     layer.training = False
-    state = layer.state_dict()
-    y, dx, grads, counters = batch_norm(layer, state, x, dy, 4)
-    found = run(layer, x, dy, training=False)
-    np.testing.assert_allclose(found[0], y, rtol=1e-4, atol=1e-5)
-    np.testing.assert_allclose(found[1], dx, rtol=1e-4, atol=1e-5)
-    assert costs(layer.cost(shape)) == [counter.counts for counter in counters]
-    assert counters[1].flop == x.size
+    expected = [(3 * n, 8 * n + 6 * vector), (n, 8 * n + 2 * vector), (4 * n, 8 * n + 4 * vector)]
+    if not affine:
+        expected = [(2 * n, 8 * n + 4 * vector), (n, 8 * n + vector), (0, 0)]
+    assert costs(layer.cost(shape)) == expected
 
 
 @pytest.mark.parametrize("kind", [m.Dropout, m.StochasticDepth])
-@pytest.mark.parametrize("itemsize", [4, 2])
-def test_dropout_multiplies_what_it_keeps_and_stores_no_mask(itemsize, kind, rng):
-    layer, shape = kind(0.4), (3, 5, 2)
-    x, dy = drawn(rng, layer, shape)
-    kept = (run(layer, np.ones(shape, np.float32), dy, training=True)[0] > 0).astype(float)
-    counters = Counter(), Counter()
-    results = []
-    for counter, values in zip(counters, (np.ones(shape), dy), strict=True):
-        source, out = counter.operand(values, itemsize), numbers(counter, shape)
-        for at in np.ndindex(*shape):
-            out[at] = source[at] * (kept[at] / 0.6)  # random numbers and their comparison are integers
-        results.append(counter.write(out, itemsize))
-    found = run(kind(0.4), np.ones(shape, np.float32), dy, training=True)
-    np.testing.assert_allclose(found[0], results[0], rtol=1e-6)
-    np.testing.assert_allclose(found[1], results[1], rtol=1e-6)
-    assert costs(layer.cost(shape, itemsize=itemsize)) == [c.counts for c in counters] + [(0, 0)]
+def test_dropout_costs_nothing_in_evaluation(kind, rng):
+    layer, x = kind(0.4), rng.standard_normal((3, 5, 2)).astype(np.float32)
     layer.training = False
-    assert layer.cost(shape) == kind(0.0).cost(shape) == Cost()
-    assert layer.forward(x) is x, "in evaluation nothing is computed"
+    assert layer.cost(x.shape) == kind(0.0).cost(x.shape) == Cost()
+    assert layer.forward(x) is x, "nothing is computed"
 
 
-def test_joins_read_their_inputs_once_and_hand_back_views(rng):
-    shapes = [(2, 2, 3, 2), (2, 2, 3, 2), (2, 2, 3, 1)]
-    a, b, c = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
-    counter = Counter()
-    left, right, total = counter.operand(a), counter.operand(b), numbers(counter, a.shape)
-    for at in np.ndindex(*a.shape):
-        total[at] = left[at] + right[at]
-    layer = m.Add()
-    np.testing.assert_allclose(layer.forward(a, b), counter.write(total), rtol=1e-6)
-    assert costs(layer.cost(a.shape, b.shape)) == [counter.counts, (0, 0), (0, 0)]
-    assert all(np.shares_memory(part, a) for part in layer.backward(a))
-
-    counter, joined = Counter(), []
-    for part in map(counter.operand, (a, b, c)):
-        joined.append(np.array([part[at] for at in np.ndindex(*part.shape)], object).reshape(part.shape))
-    layer = m.Concat()
-    y = layer.forward(a, b, c)
-    np.testing.assert_allclose(y, counter.write(np.concatenate(joined, -1)), rtol=1e-6)
-    assert costs(layer.cost(*shapes)) == [counter.counts, (0, 0), (0, 0)]
-    assert all(np.shares_memory(part, y) for part in layer.backward(y))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_a_product_reads_its_inputs_once_each_way(gated, rng):
-    a, dy = (rng.standard_normal((2, 2, 3, 2)).astype(np.float32) for _ in range(2))
-    b = rng.standard_normal((2, 1, 1, 2) if gated else a.shape).astype(np.float32)
-    forward, data = Counter(), Counter()
-    left, right, y = forward.operand(a), forward.operand(b), numbers(forward, a.shape)
-    gradient, kept_a, kept_b = data.operand(dy), data.operand(a), data.operand(b)
-    da, db = numbers(data, a.shape), numbers(data, b.shape)
-    for at in np.ndindex(*a.shape):
-        where = (at[0], 0, 0, at[3]) if gated else at
-        y[at] = left[at] * right[where]
-        da[at] = gradient[at] * kept_b[where]
-        product_ = gradient[at] * kept_a[at]
-        db[where] = db[where] + product_ if gated else product_
-    layer = m.Mul()
-    np.testing.assert_allclose(layer.forward(a, b), forward.write(y), rtol=1e-6)
-    for found, expected in zip(layer.backward(dy), (data.write(da), data.write(db)), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
-    assert costs(layer.cost(a.shape, b.shape)) == [forward.counts, data.counts, (0, 0)]
+@pytest.mark.parametrize("kind", [m.Add, m.Concat])
+def test_gradients_of_sums_and_concatenations_are_views(kind, rng):
+    parts = rng.standard_normal((2, 2, 2, 3, 2)).astype(np.float32)
+    dy = kind()
+    y = dy.forward(*parts)
+    assert all(np.shares_memory(part, y) for part in dy.backward(y))
 
 
 def test_flatten_is_a_view(rng):
     layer, x = m.Flatten(), rng.standard_normal((2, 3, 2, 2)).astype(np.float32)
     y = layer.forward(x)
     assert np.shares_memory(x, y) and np.shares_memory(y, layer.backward(y)) and layer.cost(x.shape) == Cost()
+
+
+# -- windows --------------------------------------------------------------------------------------------------------
+
+WINDOWS = [
+    (m.Conv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
+    (m.Conv2d(2, 3, (2, 3), stride=(2, 1), padding=(0, 2), bias=False), (1, 5, 4, 2)),
+    (m.Conv2d(4, 6, 2, dilation=(2, 3), groups=2), (1, 6, 7, 4)),
+    (m.Conv2d(3, 3, 3, stride=2, padding=1, groups=3, bias=False), (1, 5, 5, 3)),
+    (m.Conv2d(3, 2, 1, stride=2), (2, 5, 4, 3)),
+    (m.Conv2d(1, 2, 2, stride=3, padding=3), (1, 4, 7, 1)),
+    (m.layers.RowParallelConv2d(2, 3, 3, padding=1, height=4), (2, 4, 5, 2)),
+    (m.layers.ChannelParallelConv2d(2, 3, 3, padding=1), (2, 4, 5, 2)),
+    (m.ConvTranspose2d(3, 2, 2, stride=2), (1, 3, 2, 3)),
+    (m.ConvTranspose2d(2, 3, 3, stride=2, padding=1, output_padding=1, bias=False), (1, 3, 3, 2)),
+    (m.ConvTranspose2d(2, 3, 1, stride=3, output_padding=2, bias=False), (2, 2, 3, 2)),
+    (m.ConvTranspose2d(2, 3, 1, stride=3, output_padding=2), (2, 2, 3, 2)),
+    (m.ConvTranspose2d(4, 6, (3, 2), padding=(2, 0), groups=2, dilation=2), (1, 4, 3, 4)),
+]
+
+
+@pytest.mark.parametrize("itemsize", [4, 2])
+@pytest.mark.parametrize(
+    "layer, shape", WINDOWS, ids=[f"{type(layer).__name__}{i}" for i, (layer, _) in enumerate(WINDOWS)]
+)
+def test_windows_count_whole_and_pixels_that_none_covers_are_not_read(layer, shape, itemsize):
+    """Of a transposed convolution windows are where the input is, and the output is what they lie over."""
+    out, turned = layer.output_shape(shape), isinstance(layer, m.ConvTranspose2d)
+    image, windows = (out, shape) if turned else (shape, out)
+    under = set()
+    for places in product(*(range(n) for n in (*windows[1:3], *layer.kernel_size))):
+        place, tap = places[:2], places[2:]
+        axes = zip(place, tap, layer.stride, layer.padding, layer.dilation, strict=True)
+        under.add(tuple(p * s - pad + t * d for p, t, s, pad, d in axes))
+    seen = sum(0 <= h < image[1] and 0 <= w < image[2] for h, w in under) * image[0] * image[3]
+    w = prod(layer.kernel_size) * shape[3] * out[3] // layer.groups
+    product_flop, biased = 2 * prod(windows[:3]) * w, len(layer.specs) == 2
+    bias = (prod(out), 4 * out[3]) if biased else (0, 0)
+    x, y = (prod(shape), seen) if turned else (seen, prod(out))
+    moved = [
+        (prod(out) + w + x) * itemsize + bias[1],
+        (prod(shape) + w + y) * itemsize,
+        (x + (prod(out) if biased else y)) * itemsize + 4 * w + bias[1],
+    ]
+    flop = product_flop + bias[0], product_flop, product_flop + bias[0]
+    assert costs(layer.cost(shape, itemsize=itemsize)) == list(zip(flop, moved, strict=True))
 
 
 def test_covered_counts_pixels_under_windows():

@@ -11,7 +11,7 @@ from minidl.precision import bfloat16, float16, float32
 from minidl.sparse import CSBConv2d
 from tests.layouts import LAYOUTS, place
 from tests.reference import conv2d as reference
-from tests.tolerance import draw, draw_integers
+from tests.tolerance import draw, draw_few, draw_integers
 
 # images (N, H, W, C), filters (K, R, S), side of a block, stride, padding, dilation
 CASES = [
@@ -68,11 +68,6 @@ class Case:
         return values(rng, (self.images[0], *spatial, self.filters.shape[0]), dtype)
 
 
-def few(rng, shape, dtype):
-    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
-    return (draw_integers(rng, shape, float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
-
-
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("case", CASES)
 def test_all_passes_are_exact_on_whole_numbers(ops, rng, case, layout):
@@ -92,8 +87,8 @@ def test_all_passes_are_exact_on_whole_numbers(ops, rng, case, layout):
 @pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("case", CASES)
 def test_16_bit_types_are_exact_on_whole_numbers(ops, rng, case, storage):
-    a = Case(ops, rng, case, storage, few)
-    x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
+    a = Case(ops, rng, case, storage, draw_few)
+    x, dy = draw_few(rng, a.images, storage), a.gradient(rng, storage, draw_few)
     wide = [v.astype(np.float64) for v in (x, dy, a.filters)]
     placed = ops.from_host(x), ops.from_host(dy)
     y = a.forward(placed[0])
@@ -167,8 +162,8 @@ def test_every_route_is_exact_on_whole_numbers(cuda_ops, rng, case, storage, tf3
     from minidl.cuda.device import current_device
     from minidl.cuda.sparse.csb_routes import conv_routes, route
 
-    a = Case(cuda_ops, rng, case, storage, few)
-    x, dy = few(rng, a.images, storage), a.gradient(rng, storage, few)
+    a = Case(cuda_ops, rng, case, storage, draw_few)
+    x, dy = draw_few(rng, a.images, storage), a.gradient(rng, storage, draw_few)
     wide = [v.astype(float) for v in (x, dy, a.filters)]
     y = reference.conv2d(wide[0], wide[2], **a.dense)
     dx = reference.conv2d_backward_data(wide[1], wide[2], a.images, **a.dense)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl.laws import check_gradients
 from minidl.sparse import CSBConv2d, CSBLinear, CSBPattern
 from tests.tolerance import draw
 
@@ -42,19 +41,9 @@ LAYERS = {
 
 
 @pytest.mark.parametrize("case", LAYERS)
-def test_gradients_equal_central_differences(case, ops, rng):
+def test_sparse_layers_obey_the_laws_of_layers(case, ops, rng):
     make, shape = LAYERS[case]
-    check_gradients(make(rng), ops, [draw(rng, shape, f32)], rng)
-
-
-@pytest.mark.parametrize("case", LAYERS)
-def test_an_empty_batch_gives_an_empty_answer(case, ops, rng):
-    make, shape = LAYERS[case]
-    layer = make(rng)
-    y = layer.forward(ops.zeros((0, *shape[1:]), f32))
-    assert y.shape == layer.output_shape((0, *shape[1:]))
-    assert layer.backward(y).shape == (0, *shape[1:])
-    assert not any(ops.to_host(g).any() for g in layer.params.gradients().values())
+    m.check_layer(make(rng), shape, device=ops.name)
 
 
 @pytest.mark.parametrize("stride", [1, 2])

@@ -19,7 +19,7 @@ from minidl.cuda.sparse.csb_tensor import SPLITS
 from minidl.precision import bfloat16, float16, float32, precision
 from minidl.sparse import layers
 from tests.reference import csb as reference
-from tests.tolerance import draw, draw_integers
+from tests.tolerance import draw, draw_few, draw_integers
 
 H200, A100 = BUILT_IN["H200"], BUILT_IN["A100"]
 
@@ -71,11 +71,6 @@ def _operand(rng, a, samples, transposed, features_last, dtype, values=draw_inte
     return values(rng, (samples, features) if features_last else (features, samples), dtype)
 
 
-def _small(rng, shape, dtype):
-    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
-    return (draw_integers(rng, shape, float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
-
-
 @pytest.mark.parametrize("features_last", [False, True], ids=["first", "last"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 @pytest.mark.parametrize("shape,side,density", MATRICES)
@@ -112,7 +107,7 @@ def test_every_route_of_16_bit_types_is_exact_on_whole_numbers(
     a = Matrix(cuda_ops, rng, shape, 64, density, storage)
     where = {"transposed": transposed, "features_last": features_last}
     for samples in (1, 11, 16, 27, 32, 64, 133):
-        x = _operand(rng, a, samples, transposed, features_last, storage, _small)
+        x = _operand(rng, a, samples, transposed, features_last, storage, draw_few)
         bias = draw_integers(rng, shape[1 if transposed else 0], float32)
         product = a.product(samples, storage, transposed, features_last)
         for shift in (None, bias):
@@ -145,7 +140,7 @@ def test_both_kernels_of_few_samples_are_exact_on_whole_numbers(cuda_ops, rng, s
         units = -(-features // 256) * -(-depth // 64)
         ways += [(csb_skinny_hopper, blocks) for blocks in sorted({1, min(5, units), units})]
     for samples, (kernels, cut) in itertools.product((1, 27, 64), ways):
-        x = _operand(rng, a, samples, transposed, True, storage, _small)
+        x = _operand(rng, a, samples, transposed, True, storage, draw_few)
         bias = draw_integers(rng, features, float32)
         expected = reference.matmul(
             a.dense, x.astype(float), bias=bias, relu=True, transposed=transposed, features_last=True

@@ -5,6 +5,7 @@ The definition of the operations is tested on both tables in test_conv2d_ops.py,
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
@@ -27,12 +28,22 @@ from minidl.cuda.convolution.conv2d_plan import (
 from minidl.cuda.convolution.widen import wide_channels
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, conv_output_size
-from tests.convolutions import last_of_many_images, poison
+from tests.convolutions import (
+    SIXTEEN,
+    Case,
+    cases,
+    drawn,
+    last_of_many_images,
+    poison,
+    put,
+    same_bits,
+    three,
+    three_expected,
+)
 from tests.reference import conv2d as reference
-from tests.test_conv2d_ops import Case
-from tests.tolerance import assert_close, draw
+from tests.tolerance import assert_close, draw, rounded
 
 DEVICES = pytest.mark.parametrize("device", BUILT_IN.values(), ids=list(BUILT_IN))
 PLAIN = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
@@ -237,93 +248,62 @@ def test_tf32_of_16_bit_arrays_is_refused():
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _problem(ops, rng, dtype, x_shape=(8, 28, 28, 64), filters=(96, 3, 3), stride=(2, 2), padding=(1, 1), groups=1):
-    options = {**PLAIN, "stride": stride, "padding": padding, "groups": groups}
-    w_shape = (*filters, x_shape[3] // groups)
-    size = reference.output_size(x_shape, w_shape, stride, padding, (1, 1))
-    hosts = [draw(rng, shape, dtype) for shape in (x_shape, w_shape, (x_shape[0], *size, filters[0]))]
-    return options, hosts, [ops.from_host(host) for host in hosts]
-
-
-def _all(ops, x, w, dy, **options):
-    out = ops.from_host(np.full(w.shape, np.nan, np.float32))
-    y = ops.conv2d(x, w, **options)
-    dx = ops.conv2d_backward_data(dy, w, x.shape, **options)
-    ops.conv2d_backward_weight(dy, x, out=out, **options)
-    return [ops.to_host(array) for array in (y, dx, out)]
-
-
-def _references(x, w, dy, options):
-    return (
-        reference.conv2d(x, w, **options),
-        reference.conv2d_backward_data(dy, w, x.shape, **options),
-        reference.conv2d_backward_weight(dy, x, w.shape, **options),
-    )
-
-
 BIG = [
-    pytest.param((16, 112, 112, 3), (64, 7, 7), (2, 2), (3, 3), id="stem"),
-    pytest.param((16, 56, 56, 64), (256, 1, 1), (1, 1), (0, 0), id="1x1"),
-    pytest.param((16, 28, 28, 128), (128, 3, 3), (1, 1), (1, 1), id="3x3"),
-    pytest.param((16, 28, 28, 256), (512, 1, 1), (2, 2), (0, 0), id="1x1-stride-2"),
-    pytest.param((16, 14, 14, 512), (512, 3, 3), (2, 2), (1, 1), id="3x3-stride-2"),
+    Case("stem", (16, 112, 112, 3), (64, 7, 7), stride=(2, 2), padding=(3, 3)),
+    Case("1x1", (16, 56, 56, 64), (256, 1, 1)),
+    Case("3x3", (16, 28, 28, 128), (128, 3, 3), padding=(1, 1)),
+    Case("1x1-stride-2", (16, 28, 28, 256), (512, 1, 1), stride=(2, 2)),
+    Case("3x3-stride-2", (16, 14, 14, 512), (512, 3, 3), stride=(2, 2), padding=(1, 1)),
 ]
 
 
 def test_tf32_rounds_its_operands_and_nothing_else(cuda_ops, rng):
     """Against products of operands rounded on the host the error is that of float32, far below that of TF32."""
-    options, hosts, _ = _problem(cuda_ops, rng, float32)
+    case = Case("3x3-stride-2", (8, 28, 28, 64), (96, 3, 3), stride=(2, 2), padding=(1, 1))
     # No value is a tie: which way those go differs between the instruction that rounds and the copy that does.
-    hosts = [(h.view(np.uint32) | 1).view(np.float32) for h in hosts]
-    placed = [cuda_ops.from_host(h) for h in hosts]
-    # Nearest: half of the last kept bit is added to the magnitude, the rest cut off.
-    rounded = [((h.view(np.uint32) + 0x1000) & 0xFFFFE000).astype(np.uint32).view(np.float32) for h in hosts]
-    terms = (9 * 64, 9 * 96, 8 * 14 * 14)
-    results = _all(cuda_ops, *placed, **options, tf32=True)
-    for result, exact, expected, n in zip(
-        results, _references(*hosts, options), _references(*rounded, options), terms, strict=True
-    ):
+    hosts = [(host.view(np.uint32) | 1).view(np.float32) for host in drawn(rng, case, float32)]
+    results = three(cuda_ops, case, *put(cuda_ops, *hosts), tf32=1)
+    exacts = three_expected(case, *hosts, float32)
+    near = three_expected(case, *map(rounded, hosts), float32)
+    for result, exact, expected, n in zip(results, exacts, near, case.terms, strict=True):
         # Tensor cores cut the sums of a step off instead of rounding them: four units where rounding makes half of one.
         assert_close(result, expected, terms=n, scale=32)
         assert_close(result, exact, terms=n, scale=4, tf32=True)
         assert np.abs(result - exact).max() > 2.0**-24 * 64 * np.abs(exact).max(), "tf32 had no effect"
 
 
-@pytest.mark.parametrize(("x_shape", "filters", "stride", "padding"), BIG)
-def test_exact_float32_stays_exact_at_size(cuda_ops, rng, x_shape, filters, stride, padding):
-    x_shape = (2, *x_shape[1:])
-    options, hosts, placed = _problem(cuda_ops, rng, float32, x_shape, filters, stride, padding)
-    terms = (np.prod(filters[1:]) * x_shape[3], np.prod(filters), x_shape[0] * np.prod(placed[2].shape[1:3]))
-    for result, expected, n in zip(
-        _all(cuda_ops, *placed, **options), _references(*hosts, options), terms, strict=True
-    ):
-        assert_close(result, expected, terms=int(n), scale=6)
+@cases(BIG)
+def test_exact_float32_stays_exact_at_size(cuda_ops, rng, case):
+    case = dataclasses.replace(case, x=(2, *case.x[1:]))
+    hosts = drawn(rng, case, float32)
+    results = three(cuda_ops, case, *put(cuda_ops, *hosts))
+    for result, expected, n in zip(results, three_expected(case, *hosts, float32), case.terms, strict=True):
+        assert_close(result, expected, terms=n, scale=6)
 
 
-@pytest.mark.parametrize(("x_shape", "filters", "stride", "padding"), BIG)
-@pytest.mark.parametrize("storage", [bfloat16, float16], ids=["bf16", "fp16"])
-def test_16_bit_equals_exact_float32_of_the_same_values(cuda_ops, rng, storage, x_shape, filters, stride, padding):
+@cases(BIG)
+@SIXTEEN
+def test_16_bit_equals_exact_float32_of_the_same_values(cuda_ops, rng, storage, case):
     """Products of 16-bit values are exact in float32, so only summation and one rounding may differ."""
-    options, _, placed = _problem(cuda_ops, rng, storage, x_shape, filters, stride, padding)
-    wide = [cuda_ops.cast(array, float32) for array in placed]
-    terms = (np.prod(filters[1:]) * x_shape[3], np.prod(filters), x_shape[0] * np.prod(placed[2].shape[1:3]))
-    kinds = (storage, storage, float32)
+    placed = put(cuda_ops, *drawn(rng, case, storage))
+    wide = three(cuda_ops, case, *(cuda_ops.cast(array, float32) for array in placed))
     for result, expected, dtype, n in zip(
-        _all(cuda_ops, *placed, **options), _all(cuda_ops, *wide, **options), kinds, terms, strict=True
+        three(cuda_ops, case, *placed), wide, (storage, storage, float32), case.terms, strict=True
     ):
-        assert_close(result, expected, dtype, terms=int(n), scale=32)
+        assert_close(result, expected, dtype, terms=n, scale=32)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 24], ids=["dense", "grouped", "depthwise"])
 def test_every_output_is_written(cuda_ops, dtype, rng, groups, monkeypatch):
     """Results on top of NaN equal results on top of whatever was there: no output and no partial sum is left out."""
-    options, _, placed = _problem(cuda_ops, rng, dtype, (3, 13, 11, 24), (48, 3, 3), (3, 2), (1, 0), groups)
-    expected = _all(cuda_ops, *placed, **options)
+    case = Case("any", (3, 13, 11, 24), (48, 3, 3), stride=(3, 2), padding=(1, 0), groups=groups)
+    placed = put(cuda_ops, *drawn(rng, case, dtype))
+    expected = three(cuda_ops, case, *placed)
 
     poison(monkeypatch, "conv2d", "channel_sum", "widen")
-    for a, b in zip(expected, _all(cuda_ops, *placed, **options), strict=True):
-        assert np.isfinite(b.astype(np.float32)).all()
-        assert np.array_equal(a.view(np.uint8), b.view(np.uint8))
+    found = three(cuda_ops, case, *placed)
+    assert all(np.isfinite(array.astype(np.float32)).all() for array in found)
+    same_bits(found, expected)
 
 
 def test_more_than_two_to_the_31_elements(forced_ops, rng):

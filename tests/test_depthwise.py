@@ -13,17 +13,19 @@ from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
 from tests.convolutions import (
     SIXTEEN,
+    Case,
     bits_of_dense_arrays,
+    cases,
     draws,
     exact_on_whole_numbers,
     plan_of,
+    put,
     same,
     stems_of,
     three,
     three_expected,
     writes_its_output_alone,
 )
-from tests.test_conv2d_ops import Case, cases, put
 from tests.tolerance import draw
 
 CASES = [

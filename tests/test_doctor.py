@@ -14,22 +14,7 @@ from minidl.dist import SOLO
 from minidl.profile.cluster import sums_of
 from minidl.profile.results import load
 from tests.dist import job
-from tests.test_nccl_engine import Control, Meeting
-
-
-def ranks(size, program):
-    """What ``program`` answers on so many ranks, which are threads."""
-    meeting, answers = Meeting(size), [None] * size
-
-    def rank(index):
-        answers[index] = program(Control(index, size, meeting))
-
-    threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return answers
+from tests.threads import on_threads
 
 
 def test_clocks_that_are_ahead_are_found(monkeypatch):
@@ -42,14 +27,14 @@ def test_clocks_that_are_ahead_are_found(monkeypatch):
         return doctor.clock_offsets(comm)
 
     monkeypatch.setattr(doctor.time, "time", lambda: true() + own.offset)
-    for found in ranks(3, program):
+    for found in on_threads(3, program):
         np.testing.assert_allclose(found, ahead, atol=0.2)
 
 
 def test_a_rank_that_cannot_reach_the_first_is_named(monkeypatch):
-    assert ranks(3, doctor.unreachable) == [[]] * 3
+    assert on_threads(3, doctor.unreachable) == [[]] * 3
     monkeypatch.setattr(doctor, "_SECONDS", 0.5)
-    for found in ranks(3, lambda comm: doctor.unreachable(comm, "nobody.invalid")):
+    for found in on_threads(3, lambda comm: doctor.unreachable(comm, "nobody.invalid")):
         assert [rank for rank, _ in found] == [1, 2] and "nobody.invalid, port " in found[0][1]
 
 

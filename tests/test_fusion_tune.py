@@ -200,8 +200,7 @@ def test_equal_pieces_are_timed_once():
 # -- the choice ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["resnet50", "densenet121", "vgg16_bn"])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(("name", "seed"), [("resnet50", 0), ("densenet121", 1), ("vgg16_bn", 0), ("vgg16_bn", 1)])
 def test_the_plan_is_never_predicted_slower_than_a_fixed_one(name, seed):
     graph = models.build(name, (64, 64, 3), 10)
     found = groups(graph, 8, BF16, H200)

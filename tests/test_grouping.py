@@ -15,23 +15,12 @@ from minidl.dist import SOLO
 from minidl.messages.neighbourhood import FEW
 from minidl.profile import grouping
 from tests.dist import job
+from tests.parts import Twins
 
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("MINIDL_CACHE", str(tmp_path / "cache"))
-
-
-class Two:
-    """The first of two ranks that answer alike and send nothing."""
-
-    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "two"
-
-    def share(self, value):
-        return [value, value]
-
-    def all_reduce(self, array):
-        array *= 2
 
 
 def record(ops, comm, size):
@@ -55,16 +44,16 @@ def test_steps_that_messages_make_faster_tell_of_a_busy_machine():
 
 
 def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
-    comm = Two()
+    comm = Twins()
     assert grouping.group_bytes(cpu_ops, comm) == grouping.DEFAULT_BYTES == 4 << 20
     grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 12345))
     assert grouping.group_bytes(cpu_ops, comm) == 12345
     assert grouping.group_bytes(cpu_ops, SOLO) == 4 << 20, "one rank sends nothing"
-    linked = Two()
+    linked = Twins()
     linked.links = object()
     assert grouping.group_bytes(cpu_ops, linked) == 4 << 20, "messages wait: what comes next does not tell"
     assert grouping._path(record(cpu_ops, linked, 1)) != grouping._path(record(cpu_ops, comm, 1)), "nor is it NCCL's"
-    other = Two()
+    other = Twins()
     other.name = "another"
     assert grouping.group_bytes(cpu_ops, other) == 4 << 20, "another engine"
     path = grouping._path(record(cpu_ops, comm, 1))
@@ -73,7 +62,7 @@ def test_what_was_kept_is_used_and_nothing_else(cpu_ops):
 
 
 def test_a_model_takes_what_was_kept_unless_told(cpu_ops):
-    comm = Two()
+    comm = Twins()
     grouping.write(grouping._path(record(cpu_ops, comm, 1)), record(cpu_ops, comm, 64))
     assert m.Model(models.lenet(), comm=comm).arena.group_bytes == 64
     assert m.Model(models.lenet(), comm=comm, group_bytes=0).arena.group_bytes == 0
@@ -97,8 +86,8 @@ def test_on_gpus_products_and_passes_that_the_memory_bounds_take_turns_and_stand
 
 def test_where_nothing_was_kept_gpus_send_larger_messages_than_cpus(cpu_ops, monkeypatch):
     monkeypatch.setattr(grouping, "kept", lambda ops, comm: None)
-    assert grouping.group_bytes(get_ops("cuda"), Two()) == 25 << 20
-    assert grouping.group_bytes(cpu_ops, Two()) == 4 << 20
+    assert grouping.group_bytes(get_ops("cuda"), Twins()) == 25 << 20
+    assert grouping.group_bytes(cpu_ops, Twins()) == 4 << 20
     assert grouping.group_bytes(get_ops("cuda"), SOLO) == 4 << 20
 
 
@@ -110,7 +99,7 @@ def test_layers_without_a_cost_are_cut_as_well(cpu_ops):
     graph = m.Graph()
     x = m.Linear(8, 4, name="fc1")(graph.input((8,)))
     graph.output(m.Linear(4, 2, name="fc2")(Plain(name="plain")(x)))
-    found = m.Model(graph, comm=Two()).neighbours()
+    found = m.Model(graph, comm=Twins()).neighbours()
     assert [(layer.name, layer.flop > 0) for layer in found] == [("fc2", True), ("plain", False), ("fc1", True)]
     assert found[1].bytes == 2 * 4 * 4 * FEW, "every array once, forward and back"
 

@@ -224,25 +224,6 @@ def test_wrong_gradients_are_found_in_large_and_in_small_slopes(make, shape):
         m.check_layer(layer, shape)
 
 
-OWN = {
-    "conv": (lambda: m.Conv2d(3, 4, 3, padding=1), [(2, 5, 4, 3)]),
-    "batch norm": (lambda: m.BatchNorm2d(3), [(4, 3, 3, 3)]),
-    "dropout": (lambda: m.Dropout(0.4), [(4, 6)]),
-    "layer norm": (lambda: m.LayerNorm(6), [(4, 6)]),
-    "gate": (lambda: m.Mul(), [(2, 3, 3, 4), (2, 1, 1, 4)]),
-}
-
-
-@pytest.mark.parametrize("name", OWN)
-def test_layers_of_the_library_obey_and_stay_as_they_were(name, ops):
-    make, shapes = OWN[name]
-    layer = make()
-    before = layer.to(ops.name).state_dict()
-    m.check_layer(layer, *shapes, device=ops.name)
-    for key, values in layer.state_dict().items():
-        np.testing.assert_array_equal(values, before[key])
-
-
 def test_what_cannot_be_checked_is_refused():
     with pytest.raises(TypeError, match="layer must be a Layer"):
         m.check_layer(np.tanh, (2, 3))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import sys
 import threading
-import traceback
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +16,7 @@ import pytest
 
 from minidl.cuda import all_reduce as real
 from minidl.dist import ipc
-from tests.test_nccl_engine import Array, Control, Meeting
+from tests.threads import Array, Meeting, on_threads
 
 
 def view(address, nbytes, dtype):
@@ -137,26 +136,16 @@ def job(monkeypatch):
 
         kernels = Kernels(Meetings())
         monkeypatch.setattr(ipc, "kernels", kernels)
-        meeting, problems, answers = Meeting(size), [], [None] * size
 
-        def rank(index):
-            control = Control(index, size, meeting)
-            control.roll_call.limit, run.controls[index] = 5.0, control
-            try:
-                links = ipc.connect(control)
-                answers[index] = program(links, index)
-                if links is not None:
-                    links.close(control.barrier)
-            except Exception:
-                problems.append(traceback.format_exc())
-                meeting.barrier.abort()
+        def rank(control):
+            control.roll_call.limit, run.controls[control.rank] = 5.0, control
+            links = ipc.connect(control)
+            answer = program(links, control.rank)
+            if links is not None:
+                links.close(control.barrier)
+            return answer
 
-        threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert not problems, problems[0]
+        answers = on_threads(size, rank)
         assert len(memory.live) == left and not memory.opened
         return answers, kernels.calls
 

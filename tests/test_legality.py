@@ -15,6 +15,7 @@ from minidl.legality import PARTS, TABLE
 from minidl.sharded import ShardedSGD
 from minidl.step import EagerStep
 from minidl.train import Trainer
+from tests.parts import Twins
 
 ELSEWHERE = {"compiled"}  # needs a GPU: tests/test_compile.py
 ALONE = [
@@ -24,39 +25,6 @@ ALONE = [
     {"sharded", "norms"},
     {"rows", "filters"},
 ]
-
-
-class Twins:
-    """The first of two ranks that hold the same; what it hears of the other is what it tells."""
-
-    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "twins"
-
-    def share(self, value):
-        return [value, value]
-
-    def all_reduce(self, array):
-        array *= 2
-
-    def start_all_reduce(self, array, span=None, name=""):
-        array *= 2
-        return self
-
-    def start_reduce_scatter(self, array, cuts, span=None, name=""):
-        return self.start_all_reduce(array)
-
-    def start_all_gather(self, array, cuts, span=None, name=""):
-        return self
-
-    def start_exchange(self, sends, receives, name=""):
-        for array in receives.values():
-            array[...] = 0
-        return self
-
-    def all_gather(self, array):
-        return np.stack([array, array])
-
-    def wait(self):
-        pass
 
 
 def network(parts: set[str], comm) -> m.Graph:

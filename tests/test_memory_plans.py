@@ -25,7 +25,7 @@ from minidl.memory import (
     validate,
     widen,
 )
-from tests.memory_cases import random_trace, real_trace
+from tests.memory_cases import random_trace, real_trace, without
 
 NETWORKS = [("resnet20", 32, 4), ("resnet50", 64, 2), ("unet", 32, 2)]
 
@@ -226,15 +226,6 @@ def test_times_must_be_one_for_each_step():
 # -- order ------------------------------------------------------------------------------------------------------------
 
 
-def _without(operations: list[Operation], k: int) -> list[Operation]:
-    """The program without operation k; waits still mean the same operations."""
-    return [
-        dataclasses.replace(o, index=o.index - 1) if o.kind == "wait" and o.index > k else o
-        for i, o in enumerate(operations)
-        if i != k
-    ]
-
-
 def test_every_deleted_wait_is_caught_on_random_steps(rng):
     waits = 0
     for trace, plan in _plans(rng, 40):
@@ -244,7 +235,7 @@ def test_every_deleted_wait_is_caught_on_random_steps(rng):
             if operation.kind == "wait":
                 waits += 1
                 with pytest.raises(Race, match="may start before"):
-                    validate(trace, plan, _without(operations, k))
+                    validate(trace, plan, without(operations, k))
     assert waits > 200
 
 
@@ -260,7 +251,7 @@ def test_every_deleted_wait_is_caught_on_real_networks(name, image, batch):
         assert waits
         for k in waits[:: max(len(waits) // 80, 1)]:
             with pytest.raises(Race, match="may start before"):
-                validate(trace, plan, _without(operations, k))
+                validate(trace, plan, without(operations, k))
 
 
 def test_work_that_is_missing_twice_or_out_of_order_is_caught(rng):
@@ -269,7 +260,7 @@ def test_work_that_is_missing_twice_or_out_of_order_is_caught(rng):
         for k, operation in enumerate(operations):
             if operation.kind != "wait":
                 with pytest.raises(Race):
-                    validate(trace, plan, _without(operations, k))
+                    validate(trace, plan, without(operations, k))
         with pytest.raises(Race, match="twice"):
             validate(trace, plan, [*operations, Operation("compute", "step", 0)])
         with pytest.raises(Race, match="which is no work issued before it"):
@@ -279,96 +270,3 @@ def test_work_that_is_missing_twice_or_out_of_order_is_caught(rng):
         swapped[steps[0]], swapped[steps[1]] = swapped[steps[1]], swapped[steps[0]]
         with pytest.raises(Race):
             validate(trace, plan, swapped)
-
-
-class _Device:
-    """Runs a program with streams of random speed on memory whose every cell remembers whose content it holds."""
-
-    def __init__(self, trace: Trace, plan: Plan, operations: list[Operation], rng: np.random.Generator):
-        self.trace, self.plan, self.rng = trace, plan, rng
-        self.away = {d.tensor: d for d in plan.decisions if d.choice != "keep"}
-        self.place = self._placed()
-        self.cells = np.full(max((o + s for o, s in self.place.values()), default=0), -1)
-        for i, tensor in enumerate(trace.tensors):
-            if tensor.given:
-                self._view(i, False)[:] = i
-        self.host: dict[int, np.ndarray] = {}
-        self.queues = {s: [(k, o) for k, o in enumerate(operations) if o.stream == s] for s in ("compute", "out", "in")}
-
-    def _placed(self) -> dict[tuple[int, bool], tuple[int, int]]:
-        """First-fit addresses over planned lifetimes: memory given away is taken by whoever comes next."""
-        stays = []
-        for i, tensor in enumerate(self.trace.tensors):
-            d = self.away.get(i)
-            last = len(self.trace) - 1 if tensor.resident else tensor.last
-            if not tensor.touches or not tensor.bytes:
-                continue
-            first = -1 if tensor.given else tensor.first
-            if d is None:
-                stays.append((first, last, i, False))
-            else:
-                stays += [(first, d.gone - 1, i, False), (d.fetch, last, i, True)]
-        placed: dict[tuple[int, bool], tuple[int, int]] = {}
-        spans = []
-        for first, last, i, again in sorted(stays):
-            size, at = self.trace.tensors[i].bytes, 0
-            for offset, end in sorted((o, e) for f, g, o, e in spans if f <= last and first <= g):
-                if at + size <= offset:
-                    break
-                at = max(at, end)
-            spans.append((first, last, at, at + size))
-            placed[i, again] = at, size
-        return placed
-
-    def _view(self, i: int, again: bool) -> np.ndarray:
-        offset, size = self.place.get((i, again), (0, 0))
-        return self.cells[offset : offset + size]
-
-    def _do(self, o: Operation) -> None:
-        if o.kind == "copy_out":
-            self.host[o.index] = self._view(o.index, False).copy()
-        elif o.kind == "copy_in":
-            self._view(o.index, True)[:] = self.host.get(o.index, np.array(-2))
-        elif o.kind == "rebuild":
-            self._view(o.index, True)[:] = o.index
-        elif o.kind == "step":
-            for i, tensor in enumerate(self.trace.tensors):
-                if o.index in tensor.touches:
-                    view = self._view(i, i in self.away and o.index >= self.away[i].back)
-                    if o.index == tensor.touches[0] and not tensor.given:
-                        view[:] = i
-                    assert (view == i).all(), f"step {o.index} reads something else than {tensor.name}"
-
-    def run(self) -> None:
-        done: set[int] = set()
-        while any(self.queues.values()):
-            ready = [
-                name
-                for name, queue in self.queues.items()
-                if queue and (queue[0][1].kind != "wait" or queue[0][1].index in done)
-            ]
-            k, operation = self.queues[ready[self.rng.integers(len(ready))]].pop(0)
-            self._do(operation)
-            done.add(k)
-
-
-def test_any_speed_of_the_streams_gives_the_same_contents(rng):
-    """With addresses handed over as soon as the plan allows, no order that the waits permit mixes tensors up."""
-    for trace, plan in _plans(rng, 30):
-        operations = program(trace, plan)
-        for _ in range(4):
-            _Device(trace, plan, operations, rng).run()
-
-
-def test_without_waits_contents_are_mixed_up(rng):
-    """The test above can fail."""
-    mixed = 0
-    for trace, plan in _plans(rng, 20):
-        operations = program(trace, plan)
-        for k in [k for k, o in enumerate(operations) if o.kind == "wait"][::-1]:
-            operations = _without(operations, k)
-        try:
-            _Device(trace, plan, operations, rng).run()
-        except AssertionError:
-            mixed += 1
-    assert mixed > 10

@@ -21,6 +21,7 @@ from minidl.memory.visits import candidates, last_pass, visiting
 from minidl.step import EagerStep
 from minidl.store import TensorStore
 from tests.conftest import CUDA
+from tests.memory_cases import without
 from tests.memory_engine import DryEngine, Hazard, Judge
 
 LEAST = 1 << 16
@@ -102,12 +103,8 @@ def test_every_wait_is_needed(small):
     waits = [n for n, op in enumerate(operations) if op.kind == "wait"]
     assert len(waits) > 2
     for n in waits:
-        left = [
-            dataclasses.replace(op, index=op.index - (op.index > n)) if op.kind == "wait" else op
-            for k, op in enumerate(operations) if k != n
-        ]  # fmt: skip
         with pytest.raises(Race):
-            validate(trace, plan, left)
+            validate(trace, plan, without(operations, n))
     for kind in ("copy_in", "copy_out"):
         gone = [n for n, op in enumerate(operations) if (op.kind, op.index) == (kind, trace.visitors[0])]
         left = [op for n, op in enumerate(operations) if n not in gone and op.kind != "wait"]

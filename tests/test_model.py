@@ -11,6 +11,7 @@ import minidl as m
 from minidl import models, value
 from minidl.profile import SpanRecorder
 from minidl.store import TensorStore, arrays_of
+from tests.parts import Twins
 
 f32 = np.float32
 STEP = 2.0**-11
@@ -138,12 +139,11 @@ def test_the_order_of_a_step(cpu_ops, rng):
     assert first[0] == "fc" and first[-1] == "conv1"
 
 
-class Recording:
-    """A communicator of two ranks that only notes what it is asked to send."""
-
-    rank, size, local_rank, local_size, name = 0, 2, 0, 2, "recording"
+class Recording(Twins):
+    """Notes what it is asked to send and to wait for."""
 
     def __init__(self):
+        super().__init__()
         self.sent = []
 
     def start_all_reduce(self, array, span=None, name=""):
@@ -152,12 +152,6 @@ class Recording:
 
     def wait(self):
         self.sent.append("wait")
-
-    def share(self, value):
-        return [value, value]
-
-    def all_reduce(self, array):
-        pass
 
 
 def test_each_layer_sends_its_own_message_last_layer_first(cpu_ops, rng):

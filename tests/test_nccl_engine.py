@@ -6,88 +6,25 @@ pointers, counts, types, roots, groups, and what it tells the watchdog.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import itertools
 import sys
 import threading
 import time
-import traceback
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from minidl.dist import nccl
-from minidl.dist.calls import CallLog
 from minidl.precision import bfloat16
-from tests.dist.laws import CommunicatorLaws
+from tests.dist.laws import tried
+from tests.threads import PATIENCE, Array, Meeting, on_threads
 
-_PATIENCE = 20.0
 _DTYPES = {
     "NCCL_FLOAT32": np.float32, "NCCL_FLOAT64": np.float64, "NCCL_FLOAT16": np.float16, "NCCL_BFLOAT16": bfloat16,
     "NCCL_INT32": np.int32, "NCCL_INT64": np.int64, "NCCL_UINT8": np.uint8,
 }  # fmt: skip
-
-
-class Array(np.ndarray):
-    """A NumPy array that tells its address as CuPy's do."""
-
-    @property
-    def data(self):
-        return SimpleNamespace(ptr=self.ctypes.data if self.size else 0)
-
-
-class Meeting:
-    """Where the ranks of one communicator meet: all put something down, then all see everything."""
-
-    def __init__(self, size):
-        self.barrier = threading.Barrier(size, timeout=_PATIENCE)
-        self.table = [None] * size
-
-    def exchange(self, rank, item):
-        self.table[rank] = item
-        self.barrier.wait()
-        found = list(self.table)
-        self.barrier.wait()
-        return found
-
-
-class Control:
-    """The control plane of one rank."""
-
-    def __init__(self, rank, size, meeting, log=None):
-        self.rank = self.local_rank = rank
-        self.size = self.local_size = size
-        self.health, self.log, self._meeting = [], log or CallLog(), meeting
-        self.roll_call = SimpleNamespace(log=self.log, watch=self.health.append)
-
-    def enter(self, kind, array=None, root=0, name=""):
-        return self.log.enter(kind, array, root, name)
-
-    def share(self, value):
-        self.enter("share")
-        return self._meeting.exchange(self.rank, value)
-
-    def barrier(self):
-        self.share(None)
-
-    @contextlib.contextmanager
-    def as_one(self, kind):
-        self.enter(kind)
-        yield Control(self.rank, self.size, self._meeting)
-
-    def split(self, color):
-        told = self._meeting.exchange(self.rank, (color, Meeting))
-        members = [rank for rank, (other, _) in enumerate(told) if other == color]
-        made = self._meeting.exchange(self.rank, Meeting(len(members)))
-        return Control(members.index(self.rank), len(members), made[members[0]], self.log)
-
-    def depart(self):
-        self.barrier()
-
-    def close(self):
-        pass
 
 
 def stand_in(meetings):
@@ -173,7 +110,7 @@ def stand_in(meetings):
             def receive():
                 number = self.taken[peer] = self.taken.get(peer, 0) + 1
                 box = self.mail.setdefault((peer, self.rank, number), [threading.Event(), None])
-                assert box[0].wait(_PATIENCE), "nobody sent it"
+                assert box[0].wait(PATIENCE), "nobody sent it"
                 memory(target, count, kind)[:] = box[1]
 
             later(receive)
@@ -228,52 +165,22 @@ def engine(monkeypatch):
     monkeypatch.setattr(nccl.NCCLCommunicator, "_destroy", lambda self: None)
 
     def run(size, program):
-        meeting, problems, answers = Meeting(size), [], [None] * size
+        def rank(control):
+            return program(nccl.NCCLCommunicator(control, 0, direct=False), ops)
 
-        def rank(index):
-            try:
-                answers[index] = program(nccl.NCCLCommunicator(Control(index, size, meeting), 0, direct=False), ops)
-            except Exception:
-                problems.append(traceback.format_exc())
-                meeting.barrier.abort()
-
-        threads = [threading.Thread(target=rank, args=(index,), daemon=True) for index in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(3 * _PATIENCE)
-        assert not problems, problems[0]
-        return answers
+        return on_threads(size, rank)
 
     run.events, run.stream = events, stream
     return run
 
 
-def cases(law):
-    marks = [mark.args[:2] for mark in getattr(law, "pytestmark", []) if mark.name == "parametrize"]
-    for values in itertools.product(*(values for _, values in marks)):
-        yield dict(zip((name for name, _ in marks), values, strict=True))
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_laws_hold(engine, size):
     def program(comm, ops):
-        laws, failures, count = CommunicatorLaws(), {}, 0
-        laws.comm, laws.ops = comm, ops
-        for name in sorted(name for name in dir(laws) if name.startswith("test_")):
-            for case in cases(getattr(laws, name)):
-                count += 1
-                failure = None
-                try:
-                    getattr(laws, name)(**case)
-                except Exception:
-                    failure = traceback.format_exc()
-                found = [text for text in comm.share(failure) if text is not None]
-                if found:
-                    failures[f"{name} {case}"] = found[0]
+        found = tried(comm, ops)
         comm.close()
         comm.close()
-        return failures, count
+        return found
 
     for failures, count in engine(size, program):
         assert not failures, next(iter(failures.items()))

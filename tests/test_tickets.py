@@ -14,7 +14,7 @@ from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run, launch
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div
-from tests.test_conv2d_ops import put
+from tests.convolutions import put
 
 REPEATS = 1000
 HELD = 200 * 1024  # bytes of shared memory: nothing else of note is on a multiprocessor beside

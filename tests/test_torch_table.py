@@ -189,21 +189,17 @@ def nets(tmp_path, monkeypatch):
 
 
 def test_modules_are_loaded_by_name(nets):
-    import sys
-
-    path = list(sys.path)
     assert isinstance(torch_peer.load("peer_nets:build"), torch.nn.Linear)
     assert isinstance(torch_peer.load("peer_nets:ready"), torch.nn.ReLU)
     assert isinstance(torch_peer.load("peer_nets:Family.small"), torch.nn.Linear)
     assert isinstance(torch_peer.load("torch.nn:ReLU"), torch.nn.ReLU)
-    assert sys.path == path
 
 
 @pytest.mark.parametrize(
     "spec, kind, message",
     [
-        ("resnet18", ValueError, "package.module:function.*got 'resnet18'"),
-        ("peer_nets:", ValueError, "package.module:function"),
+        ("resnet18", ValueError, "MODULE:NAME.*got 'resnet18'"),
+        ("peer_nets:", ValueError, "MODULE:NAME"),
         ("no_such_package_at_all:net", ValueError, "no_such_package_at_all cannot be imported"),
         ("peer_nets:biuld", ValueError, "unknown name in peer_nets 'biuld'; did you mean 'build'"),
         ("peer_nets:needs", TypeError, "width.*takes no arguments"),

@@ -12,6 +12,7 @@ import pytest
 from minidl.dist import _window
 from minidl.dist.calls import Call
 from minidl.precision import bfloat16
+from tests.threads import on_threads
 
 CHUNK = 4096
 KIND = {name: index for index, name in enumerate(_window.SUMMABLE)}
@@ -28,20 +29,14 @@ class Host:
 
     def run(self, action):
         """``action(channel, rank)`` on every rank at once; the answers in rank order, exceptions included."""
-        answers: list = [None] * self.size
 
-        def body(rank):
+        def body(control):
             try:
-                answers[rank] = action(self.channels[rank], rank)
+                return action(self.channels[control.rank], control.rank)
             except Exception as error:
-                answers[rank] = error
+                return error
 
-        threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(self.size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(10)
-        assert not any(thread.is_alive() for thread in threads), "a rank hangs"
+        answers = on_threads(self.size, body)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, _window.Mismatch):
                 raise answer

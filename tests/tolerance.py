@@ -22,6 +22,16 @@ def draw_integers(rng: np.random.Generator, shape, dtype, *, limit: int = 3) -> 
     return rng.integers(-limit, limit + 1, shape).astype(dtype)
 
 
+def draw_few(rng: np.random.Generator, shape, dtype) -> np.ndarray:
+    """Whole numbers, most of them 0: sums that 16-bit types hold exactly, too."""
+    return (draw_integers(rng, shape, np.float32, limit=1) * (rng.random(shape) < 0.2)).astype(dtype)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """What TF32 holds of float32, ten bits after the leading one, to nearest; no value lies half way."""
+    return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
 def assert_close(actual, expected, dtype=np.float32, *, terms: int = 1, scale: float | None = None, tf32: bool = False):
     """Assert ``|actual - expected|`` within one rounding to ``dtype`` plus float32 accumulation of ``terms`` terms.
 

@@ -8,6 +8,7 @@ PyTorch is optional and nothing else of minidl needs it: import this module wher
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 
 import numpy as np
@@ -104,10 +105,26 @@ class _Upsample(nn.Module):
         return nn.functional.interpolate(x, size, mode=self.layer.mode, align_corners=self.align)
 
 
-_ACTIVATIONS = {
-    m.ReLU: nn.ReLU, m.ReLU6: nn.ReLU6, m.Sigmoid: nn.Sigmoid, m.Tanh: nn.Tanh, m.SiLU: nn.SiLU,
-    m.Hardswish: nn.Hardswish,
+class _BatchNorm(nn.BatchNorm2d):
+    """For (N, C) too, as minidl's."""
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        pass
+
+
+# What torch calls the same and constructs by arguments of the same names.
+_TWINS: dict[type[Layer], type[nn.Module]] = {
+    m.Conv2d: nn.Conv2d, m.ConvTranspose2d: nn.ConvTranspose2d, m.Linear: nn.Linear, m.BatchNorm2d: _BatchNorm,
+    m.GroupNorm: nn.GroupNorm, m.LayerNorm: _LayerNorm, m.ReLU: nn.ReLU, m.ReLU6: nn.ReLU6, m.Sigmoid: nn.Sigmoid,
+    m.Tanh: nn.Tanh, m.SiLU: nn.SiLU, m.Hardswish: nn.Hardswish, m.GELU: nn.GELU, m.MaxPool2d: nn.MaxPool2d,
+    m.AvgPool2d: nn.AvgPool2d, m.AdaptiveAvgPool2d: nn.AdaptiveAvgPool2d, m.StochasticDepth: _StochasticDepth,
+    m.Dropout: nn.Dropout, m.Flatten: _Flatten, m.Add: _Sum, m.Concat: _Concat, m.Mul: _Product,
 }  # fmt: skip
+
+
+def _shared(ours: type[Layer], theirs: type[nn.Module]) -> set[str]:
+    """The arguments that both constructors have."""
+    return inspect.signature(ours).parameters.keys() & inspect.signature(theirs).parameters.keys()
 
 
 def twin(layer: Layer) -> nn.Module:
@@ -116,130 +133,61 @@ def twin(layer: Layer) -> nn.Module:
     Raises:
         NotImplementedError: for a layer that torch has no module for.
     """
-    bias = any(spec.name == "bias" for spec in layer.specs)
     match layer:
-        case m.Conv2d():
-            return nn.Conv2d(
-                layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding, layer.dilation,
-                layer.groups, bias,
-            )  # fmt: skip
-        case m.ConvTranspose2d():
-            return nn.ConvTranspose2d(
-                layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride, layer.padding,
-                layer.output_padding, layer.groups, bias, layer.dilation,
-            )  # fmt: skip
-        case m.Linear():
-            return nn.Linear(layer.in_features, layer.out_features, bias)
-        case m.BatchNorm2d():
-            return _batch_norm(layer)
-        case m.GroupNorm():
-            return nn.GroupNorm(layer.num_groups, layer.num_channels, layer.eps, bool(layer.specs))
-        case m.LayerNorm():
-            return _LayerNorm(layer.normalized_shape, layer.eps, bool(layer.specs))
-        case _ if type(layer) in _ACTIVATIONS:
-            return _ACTIVATIONS[type(layer)]()
         case m.LeakyReLU():
             return nn.LeakyReLU(layer.slope)
-        case m.GELU():
-            return nn.GELU(layer.approximate)
         case m.Softmax():
             return nn.Softmax(dim=1)
         case m.Upsample():
             return _Upsample(layer)
-        case m.Mul():
-            return _Product()
-        case m.MaxPool2d():
-            return nn.MaxPool2d(
-                layer.kernel_size, layer.stride, layer.padding, layer.dilation, ceil_mode=layer.ceil_mode
-            )
-        case m.AvgPool2d():
-            return nn.AvgPool2d(
-                layer.kernel_size, layer.stride, layer.padding, layer.ceil_mode, layer.count_include_pad
-            )
-        case m.AdaptiveAvgPool2d():
-            return nn.AdaptiveAvgPool2d(layer.output_size)
-        case m.StochasticDepth():
-            return _StochasticDepth(layer.p)
-        case m.Dropout():
-            return nn.Dropout(layer.p)
-        case m.Flatten():
-            return _Flatten()
-        case m.Add():
-            return _Sum()
-        case m.Concat():
-            return _Concat()
         case m.Pad():
             return nn.ConstantPad2d(layer.padding, layer.value)
-    raise NotImplementedError(f"no torch module for {layer!r}")
-
-
-class _BatchNorm(nn.BatchNorm2d):
-    """For (N, C) too, as minidl's."""
-
-    def _check_input_dim(self, input: torch.Tensor) -> None:
-        pass
-
-
-def _batch_norm(layer: m.BatchNorm2d) -> nn.Module:
-    norm = _BatchNorm(layer.num_features, layer.eps, layer.momentum, bool(layer.specs))
-    norm.num_batches_tracked = None  # a momentum is given: counting batches would only be one more kernel
-    return norm
+    own = {spec.name for spec in layer.specs}
+    told = dict.fromkeys(("affine", "elementwise_affine"), bool(own)) | {"bias": "bias" in own}
+    for ours, theirs in _TWINS.items():
+        if isinstance(layer, ours):
+            names = _shared(ours, theirs)
+            module = theirs(**{name: told[name] if name in told else getattr(layer, name) for name in names})
+            break
+    else:
+        raise NotImplementedError(f"no torch module for {layer!r}")
+    if isinstance(module, _BatchNorm):
+        module.num_batches_tracked = None  # a momentum is given: counting batches would only be one more kernel
+    return module
 
 
 def layer_of(module: nn.Module) -> Layer | None:
     """The layer whose least work is that of ``module``; None where minidl has none like it."""
     match module:
-        case nn.Conv2d() if module.padding_mode == "zeros" and not isinstance(module.padding, str):
-            return m.Conv2d(
-                module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding,
-                module.dilation, module.groups, module.bias is not None,
-            )  # fmt: skip
-        case nn.ConvTranspose2d():
-            return m.ConvTranspose2d(
-                module.in_channels, module.out_channels, module.kernel_size, module.stride, module.padding,
-                module.output_padding, module.groups, module.bias is not None, module.dilation,
-            )  # fmt: skip
-        case nn.Linear():
-            return m.Linear(module.in_features, module.out_features, module.bias is not None)
-        case nn.BatchNorm1d() | nn.BatchNorm2d() if module.track_running_stats:
-            return m.BatchNorm2d(module.num_features, affine=module.affine)
-        case nn.GroupNorm():
-            return m.GroupNorm(module.num_groups, module.num_channels, module.eps, module.affine)
-        case _LayerNorm():
-            return m.LayerNorm(module.normalized_shape[0], module.eps, module.elementwise_affine)
-        case nn.ReLU() | nn.ReLU6() | nn.Sigmoid() | nn.Tanh() | nn.SiLU() | nn.Hardswish():
-            return next(ours() for ours, theirs in _ACTIVATIONS.items() if isinstance(module, theirs))
-        case nn.LeakyReLU() if module.negative_slope >= 0:
-            return m.LeakyReLU(module.negative_slope)
-        case nn.GELU():
-            return m.GELU(module.approximate)
-        case nn.Softmax() if module.dim == 1:
-            return m.Softmax()
+        case nn.Conv2d() if module.padding_mode != "zeros" or isinstance(module.padding, str):
+            return None
+        case nn.MaxPool2d() if module.return_indices:
+            return None
+        case nn.AvgPool2d() if module.divisor_override is not None:
+            return None
+        case nn.AdaptiveAvgPool2d() if module.output_size is None or _open(module.output_size):
+            return None
+        case nn.Dropout() if module.p >= 1:
+            return None
+        case nn.BatchNorm1d() | nn.BatchNorm2d():
+            affine = module.affine
+            return m.BatchNorm2d(module.num_features, affine=affine) if module.track_running_stats else None
+        case nn.LeakyReLU():
+            return m.LeakyReLU(module.negative_slope) if module.negative_slope >= 0 else None
+        case nn.Softmax():
+            return m.Softmax() if module.dim == 1 else None
         case _Upsample():
             layer = module.layer
             return m.Upsample(layer.size, layer.scale or None, layer.mode, layer.align_corners)
-        case _Product():
-            return m.Mul()
-        case nn.MaxPool2d() if not module.return_indices:
-            window = (module.kernel_size, module.stride, module.padding, module.dilation)
-            return m.MaxPool2d(*window, ceil_mode=module.ceil_mode)
-        case nn.AvgPool2d() if module.divisor_override is None:
-            window = (module.kernel_size, module.stride, module.padding)
-            return m.AvgPool2d(*window, module.ceil_mode, module.count_include_pad)
-        case nn.AdaptiveAvgPool2d() if module.output_size is not None:
-            return None if _open(module.output_size) else m.AdaptiveAvgPool2d(module.output_size)
-        case nn.Dropout() if module.p < 1:
-            return m.Dropout(module.p)
-        case _StochasticDepth():
-            return m.StochasticDepth(module.p)
-        case _Sum():
-            return m.Add()
-        case _Concat():
-            return m.Concat()
-        case nn.Flatten() | nn.Identity() | _Flatten():
+        case nn.Flatten() | nn.Identity():
             return m.Flatten()  # of no work
         case nn.ConstantPad2d():
             return m.Pad(module.padding, module.value)
+    for ours, theirs in _TWINS.items():
+        if isinstance(module, theirs):
+            given = {name: getattr(module, name) for name in _shared(ours, theirs)}
+            told = {"bias": given.get("bias") is not None, "normalized_shape": given.get("normalized_shape", [0])[0]}
+            return ours(**{name: told.get(name, value) for name, value in given.items()})
     return None
 
 

@@ -110,6 +110,14 @@ def run(worker: str, ranks: int, out: Path, *arguments: str, **environment: str)
     return run_command(mpiexec.find().command(ranks, _program(worker, out, arguments)), out, **environment)
 
 
+def answers(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> list[dict]:
+    """What each rank of such a job answers, which must end well; one rank is a process without a launcher."""
+    alone = run_alone(worker, out, *arguments, **environment) if ranks == 1 else None
+    done = alone or run(worker, ranks, out, *arguments, **environment)
+    assert done.status == 0 and len(done.answers) == ranks, done.output
+    return done.answers
+
+
 def run_program(program: list[str], ranks: int, out: Path, **environment: str) -> Job:
     """Run ``python program...`` as ``ranks`` processes."""
     return run_command(mpiexec.find().command(ranks, [sys.executable, *program]), out, **environment)

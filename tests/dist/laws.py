@@ -5,6 +5,9 @@ A law calls its collectives first and asserts afterwards, so a rank where it fai
 
 from __future__ import annotations
 
+import itertools
+import traceback
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -314,3 +317,31 @@ class CommunicatorLaws:
         require_same(self.comm, "plan", ["conv1.weight (64, 3, 7, 7)", "conv1.bias (64,)"])
         require_same_arrays(self.comm, "weights", {"a": self.send(np.arange(6.0)), "empty": self.send(np.zeros(0))})
         require_same(self.comm, "nothing", [])
+
+
+def tried(comm, ops) -> tuple[dict[str, str], int]:
+    """The laws that do not hold of ``comm``, with the first traceback of any rank, and how many cases were tried.
+
+    All ranks try the same case at a time. Where one fails, the others are told, and all stay in step.
+    """
+    laws, failures, count = CommunicatorLaws(), {}, 0
+    laws.comm, laws.ops = comm, ops
+    for name in sorted(name for name in dir(laws) if name.startswith("test_")):
+        for case in _cases(getattr(laws, name)):
+            count += 1
+            failure = None
+            try:
+                getattr(laws, name)(**case)
+            except Exception:
+                failure = traceback.format_exc()
+            found = [text for text in comm.share(failure) if text is not None]
+            if found:
+                failures[f"{name} {case}"] = found[0]
+    return failures, count
+
+
+def _cases(law) -> Iterator[dict]:
+    """The keyword arguments of every case that pytest would make of a parametrised function."""
+    marks = [mark.args[:2] for mark in getattr(law, "pytestmark", []) if mark.name == "parametrize"]
+    for values in itertools.product(*(values for _, values in marks)):
+        yield dict(zip((name for name, _ in marks), values, strict=True))

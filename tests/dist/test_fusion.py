@@ -12,9 +12,8 @@ pytestmark = pytest.mark.mpi
 
 
 def test_ranks_follow_the_plan_of_rank_0(tmp_path):
-    done = job.run("fusing", 3, tmp_path, "cpu")
-    assert done.status == 0, done.output
-    first, *others = done.answers
+    answers = job.answers("fusing", 3, tmp_path, "cpu")
+    first, *others = answers
     assert first["timed"] == 6, "forward and backward, two of the four batch norms being alike"
     assert first["plan"] == {
         "bn0": "none",
@@ -34,16 +33,14 @@ def test_synchronised_batch_norms_of_unequal_shares_are_those_of_the_whole_batch
     if device == "cuda" and job.gpus() < len(sizes):
         pytest.skip(f"needs {len(sizes)} GPUs")
     (tmp_path / "alone").mkdir()
-    alone = job.run_alone("synchronised", tmp_path / "alone", device, str(sum(sizes)))
-    done = job.run("synchronised", len(sizes), tmp_path, device, *map(str, sizes))
-    assert done.status == alone.status == 0, done.output + alone.output
-    [one] = ({mode: {how: arrays(of) for how, of in plans.items()} for mode, plans in a.items()} for a in alone.answers)
+    [alone] = job.answers("synchronised", 1, tmp_path / "alone", device, str(sum(sizes)))
+    one = {mode: {how: arrays(of) for how, of in plans.items()} for mode, plans in alone.items()}
+    first, *others = job.answers("synchronised", len(sizes), tmp_path, device, *map(str, sizes))
     exact = one["fp32"]["none"]
-    for answer in done.answers:
-        assert answer == done.answers[0], "ranks must agree to the bit"
-    for found in done.answers[0]["fp32"].values():
+    assert all(answer == first for answer in others), "ranks must agree to the bit"
+    for found in first["fp32"].values():
         close(exact, arrays(found), 2e-5)
-    for how, found in done.answers[0]["bf16"].items():
+    for how, found in first["bf16"].items():
         same = one["bf16"][how]
         assert 4 * distance(same, arrays(found)) < distance(exact, same), f"{how}: more than 16 bits leave open"
 

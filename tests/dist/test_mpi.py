@@ -32,19 +32,16 @@ def test_laws_hold(engine, ranks, per_host, tmp_path, monkeypatch):
     if ranks > 3:  # MPI's waits spin, and four ranks may share two busy cores
         monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
     hosts = {"MINIDL_RANKS_PER_HOST": str(per_host)} if per_host else {}
-    done = job.run("laws", ranks, tmp_path, "cpu", engine, **hosts)
-    assert done.status == 0, done.output
-    assert [answer["rank"] for answer in done.answers] == list(range(ranks))
-    for answer in done.answers:
+    answers = job.answers("laws", ranks, tmp_path, "cpu", engine, **hosts)
+    assert [answer["rank"] for answer in answers] == list(range(ranks))
+    for answer in answers:
         assert answer["name"] == {"auto": "solo", "played": "staged", "played-mpi": "cuda-mpi"}.get(engine, engine)
         assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
 
 
 def test_init_is_idempotent_and_starts_again_after_close(tmp_path):
-    done = job.run("joining", 2, tmp_path, "once")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "once"):
         assert answer["before"] and answer["same"] and answer["after"]
         assert answer["other"] == "RuntimeError: init: called for cuda after cpu; close the communicator first"
         assert "barrier called after close" in answer["closed"]
@@ -53,18 +50,16 @@ def test_init_is_idempotent_and_starts_again_after_close(tmp_path):
 
 def test_ranks_may_part_and_join_again_and_again(tmp_path):
     """Whatever was still under way: a later communicator may be given the place of one before."""
-    done = job.run("joining", 3, tmp_path, "again")
-    assert done.status == 0, done.output
-    assert [answer["sums"] for answer in done.answers] == [[9 * number for number in range(3)]] * 3
+    answers = job.answers("joining", 3, tmp_path, "again")
+    assert [answer["sums"] for answer in answers] == [[9 * number for number in range(3)]] * 3
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_agreement_errors_are_raised_on_every_rank(ranks, tmp_path):
-    done = job.run("joining", ranks, tmp_path, "different_plans")
-    assert done.status == 0, done.output
-    assert len(done.answers) == ranks and all(answer == done.answers[0] for answer in done.answers)
+    answers = job.answers("joining", ranks, tmp_path, "different_plans")
+    assert all(answer == answers[0] for answer in answers)
     others = "on rank 0" if ranks == 2 else "on ranks 0, 2"
-    answer = done.answers[0]
+    answer = answers[0]
     assert answer["shape"] == (
         "ValueError: ranks differ in parameter plan, first in entry 1: "
         f"{others}: fc.weight (1000, 512); on rank 1: fc.weight (10, 512)"
@@ -74,9 +69,7 @@ def test_agreement_errors_are_raised_on_every_rank(ranks, tmp_path):
 
 
 def test_refused_arrays_leave_the_ranks_in_step(tmp_path):
-    done = job.run("joining", 2, tmp_path, "errors_leave_ranks_in_step")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "errors_leave_ranks_in_step"):
         first, second, third = answer["errors"]
         assert first.startswith(
             "TypeError: all_reduce: array must be one of float32, float64, int32, int64, bfloat16, got float"
@@ -87,9 +80,7 @@ def test_refused_arrays_leave_the_ranks_in_step(tmp_path):
 
 
 def test_one_failing_start_is_raised_on_every_rank(tmp_path):
-    done = job.run("joining", 3, tmp_path, "without_threadpoolctl")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 3, tmp_path, "without_threadpoolctl"):
         assert answer["error"].startswith("RuntimeError: sharing the cores between ranks failed: on rank 1: Import")
         assert "pip install 'minidl[mpi]'" in answer["error"]
 
@@ -105,9 +96,7 @@ def test_without_room_for_shared_memory_sums_go_by_mpi_and_one_rank_says_so(tmp_
 
 
 def test_the_engine_is_the_users_and_the_same_everywhere(tmp_path):
-    done = job.run("joining", 2, tmp_path, "engines")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "engines"):
         assert answer["different"] == (
             "ValueError: init: on rank 0: engine shm; on rank 1: engine mpi; all ranks need the same"
         )
@@ -116,26 +105,19 @@ def test_the_engine_is_the_users_and_the_same_everywhere(tmp_path):
 
 
 def test_cuda_without_gpu_is_refused_on_every_rank(tmp_path):
-    done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES=""):
         assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on ranks 0-1: ")
         assert answer["solo"]
 
 
 def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
-    done = job.run("joining", 3, tmp_path, "one_rank_without_gpu", CUDA_VISIBLE_DEVICES="")
-    assert done.status == 0, done.output
-    assert len(done.answers) == 3
-    for answer in done.answers:
+    for answer in job.answers("joining", 3, tmp_path, "one_rank_without_gpu", CUDA_VISIBLE_DEVICES=""):
         assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
         assert answer["solo"]
 
 
 def test_different_devices_are_refused_on_every_rank(tmp_path):
-    done = job.run("joining", 2, tmp_path, "different_devices")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "different_devices"):
         assert "on rank 0: cpu; on rank 1: cuda" in answer["error"] and answer["solo"]
 
 
@@ -152,10 +134,7 @@ def test_missing_mpi4py_under_a_launcher_is_an_error(ranks, tmp_path):
 
 
 def test_too_low_a_thread_level_is_an_error(tmp_path):
-    done = job.run("joining", 2, tmp_path, "without_threads")
-    assert done.status == 0, done.output
-    assert len(done.answers) == 2
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "without_threads"):
         assert "MPI_THREAD_MULTIPLE" in answer["error"]
 
 
@@ -166,9 +145,7 @@ def test_launcher_of_another_mpi_is_an_error(tmp_path):
 
 
 def test_cores_are_shared_between_ranks(tmp_path):
-    done = job.run("joining", 2, tmp_path, "threads")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "threads"):
         share = max(1, answer["cores"] // 2)
         assert answer["omp"] == str(share) and set(answer["blas"]) == {share}
 

@@ -20,10 +20,9 @@ pytestmark = [pytest.mark.mpi, pytest.mark.gpu, pytest.mark.multi_gpu]
 @pytest.mark.parametrize("engine", ["auto", "nccl", "staged"])
 @pytest.mark.parametrize("ranks", RANKS)
 def test_laws_hold(ranks, engine, tmp_path):
-    done = job.run("laws", ranks, tmp_path, "cuda", engine)
-    assert done.status == 0, done.output
-    assert [answer["rank"] for answer in done.answers] == list(range(ranks))
-    for answer in done.answers:
+    answers = job.answers("laws", ranks, tmp_path, "cuda", engine)
+    assert [answer["rank"] for answer in answers] == list(range(ranks))
+    for answer in answers:
         assert answer["name"] == ("staged" if engine == "staged" else "nccl")
         assert answer["size"] == ranks and answer["count"] > 100
         assert answer["failures"] == {}
@@ -45,19 +44,16 @@ def test_an_mpi_adds_arrays_of_gpus_or_is_refused_on_every_rank(tmp_path):
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_a_captured_step_equals_the_eager_one(ranks, tmp_path):
-    done = job.run("capture", ranks, tmp_path)
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("capture", ranks, tmp_path):
         assert answer["wrong"] == 0 and answer["steps"] == answer["expected"]
         assert answer["name"] == "nccl" and answer["devices"] == list(range(ranks)) and answer["nvls"] == ["0"]
 
 
 @pytest.mark.parametrize("ranks", RANKS)
 def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
-    done = job.run("compiled", ranks, tmp_path)
-    assert done.status == 0, done.output
-    for answer in done.answers:
-        assert answer["name"] == "nccl" and answer["found"] == done.answers[0]["found"], "ranks must agree to the bit"
+    answers = job.answers("compiled", ranks, tmp_path)
+    for answer in answers:
+        assert answer["name"] == "nccl" and answer["found"] == answers[0]["found"], "ranks must agree to the bit"
         for case, (eager, compiled) in answer["found"].items():
             assert eager == compiled, case
             losses = [read[0] for read in eager["losses"]]
@@ -67,10 +63,9 @@ def test_compiled_training_gives_the_bits_of_eager_training(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", RANKS[:1])
 def test_training_within_a_limit_of_memory_gives_the_same_bits(ranks, tmp_path):
     """With batch norms over all ranks, gradients kept, in a ring and in the momentum, and a smaller last batch."""
-    done = job.run("limited", ranks, tmp_path)
-    assert done.status == 0, done.output
-    for answer in done.answers:
-        assert answer["found"] == done.answers[0]["found"], "ranks must agree to the bit"
+    answers = job.answers("limited", ranks, tmp_path)
+    for answer in answers:
+        assert answer["found"] == answers[0]["found"], "ranks must agree to the bit"
         for case, found in answer["found"].items():
             for limited in found["limited"]:
                 assert limited["away"] > 0 and limited["result"] == found["free"]["result"], case
@@ -79,9 +74,7 @@ def test_training_within_a_limit_of_memory_gives_the_same_bits(ranks, tmp_path):
 @pytest.mark.parametrize("ranks", RANKS)
 def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
     """To the bit, whatever the way, size, type and place; and a kernel that waits gives up in time."""
-    done = job.run("links", ranks, tmp_path)
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("links", ranks, tmp_path):
         assert answer["links"] and answer["wrong"] == {}
         assert set(answer["replays"].values()) == {0} and max(answer["regions"]) <= 2
         if answer["rank"] == 0:
@@ -92,27 +85,20 @@ def test_sums_by_shared_memory_are_those_in_rank_order(ranks, tmp_path):
 def test_grouping_changes_no_bit_where_gpus_see_each_other(ranks, tmp_path):
     """With NCCL it may: the size of a message decides how it adds. Nor does it matter that messages wait."""
     cases = ["plain", "group_bytes=5000", "group_bytes=1073741824"]
-    done = job.run("training", ranks, tmp_path, "cuda", *cases)
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    answers = job.answers("training", ranks, tmp_path, "cuda", *cases)
+    for answer in answers:
         assert [answer[case]["waiting"] > 0 for case in cases] == [True, False, False]
-    found = {
-        json.dumps([answer[case][key] for key in ("weights", "losses")]) for answer in done.answers for case in cases
-    }
+    found = {json.dumps([answer[case][key] for key in ("weights", "losses")]) for answer in answers for case in cases}
     assert len(found) == 1
 
 
 def test_two_ranks_on_one_gpu_are_named_on_every_rank(tmp_path):
-    done = job.run("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="0")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "without_gpu", CUDA_VISIBLE_DEVICES="0"):
         assert answer["error"].startswith("RuntimeError: init: ranks 0-1 share GPU ") and answer["solo"]
 
 
 def test_a_gpu_that_one_rank_lacks_is_missed_by_all(tmp_path):
-    done = job.run("joining", 2, tmp_path, "hidden_gpu")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("joining", 2, tmp_path, "hidden_gpu"):
         assert answer["error"].startswith("RuntimeError: binding a GPU to each rank failed: on rank 1: ")
 
 
@@ -191,9 +177,7 @@ def test_what_is_no_fault_ends_in_good_order(name, tmp_path):
 
 
 def test_rounded_messages_keep_their_bound(tmp_path):
-    done = job.run("rounded", 2, tmp_path, "cuda")
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("rounded", 2, tmp_path, "cuda"):
         assert answer["worst"] <= 1 and answer["differ"] > 0 and answer["bytes"] == "bfloat16", answer
 
 

@@ -23,18 +23,15 @@ def assert_equal_one_rank(answers, ranks):
 )
 def test_a_convolution_of_several_ranks_equals_that_of_one(ranks, of_a_group, engine, tmp_path, monkeypatch):
     monkeypatch.setattr(job, "TIMEOUT_SECONDS", 90.0)
-    done = job.run("parallel", ranks, tmp_path, "cpu", str(of_a_group), MINIDL_ENGINE=engine)
-    assert done.status == 0, done.output
-    assert len(done.answers) == ranks and all(answer["engine"] == engine for answer in done.answers)
-    assert_equal_one_rank(done.answers, of_a_group)
+    answers = job.answers("parallel", ranks, tmp_path, "cpu", str(of_a_group), MINIDL_ENGINE=engine)
+    assert all(answer["engine"] == engine for answer in answers)
+    assert_equal_one_rank(answers, of_a_group)
 
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_two_gpus_equal_one(tmp_path):
-    done = job.run("parallel", 2, tmp_path, "cuda", "2")
-    assert done.status == 0, done.output
-    assert_equal_one_rank(done.answers, 2)
+    assert_equal_one_rank(job.answers("parallel", 2, tmp_path, "cuda", "2"), 2)
 
 
 @pytest.fixture(scope="module")
@@ -45,13 +42,7 @@ def alone(tmp_path_factory):
 
 def _train(tmp_path, way, ranks, of_a_group):
     (tmp_path / way).mkdir()
-    if ranks == 1:
-        done = job.run_alone("hybrid", tmp_path / way, "cpu", way, "1")
-    else:
-        done = job.run("hybrid", ranks, tmp_path / way, "cpu", way, str(of_a_group))
-    assert done.status == 0, done.output
-    assert len(done.answers) == ranks
-    return done.answers
+    return job.answers("hybrid", ranks, tmp_path / way, "cpu", way, str(of_a_group))
 
 
 def _own(name, value, answer):

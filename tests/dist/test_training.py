@@ -35,13 +35,7 @@ def trained(tmp_path_factory):
     def found(case, engine, ranks):
         if (engine, ranks) not in answers:
             out, command = tmp_path_factory.mktemp("training"), ["cpu", *CASES[engine, ranks]]
-            if ranks == 1:
-                done = job.run_alone("training", out, *command)
-            else:
-                done = job.run("training", ranks, out, *command, MINIDL_ENGINE=engine)
-            assert done.status == 0, done.output
-            assert len(done.answers) == ranks
-            answers[engine, ranks] = done.answers
+            answers[engine, ranks] = job.answers("training", ranks, out, *command, MINIDL_ENGINE=engine)
         return [answer[case] for answer in answers[engine, ranks]]
 
     return found
@@ -110,26 +104,22 @@ def test_in_shared_memory_the_size_of_messages_changes_no_bit(trained):
 def test_two_ranks_resume_to_the_same_bits(device, tmp_path):
     folder = tmp_path / "runs"
     folder.mkdir()
-    done = job.run("resuming", 2, tmp_path, str(folder), device)
-    assert done.status == 0, done.output
-    for answer in done.answers:
-        assert answer["step"] == 8 and answer["whole"] == answer["parts"] == done.answers[0]["whole"]
+    answers = job.answers("resuming", 2, tmp_path, str(folder), device)
+    for answer in answers:
+        assert answer["step"] == 8 and answer["whole"] == answer["parts"] == answers[0]["whole"]
         assert answer["stopped"] == [signal.SIGUSR1, 3, 3], "one rank's signal stops all after the same step"
-        assert answer["weights"][0] == answer["weights"][1] == done.answers[0]["weights"][0]
+        assert answer["weights"][0] == answer["weights"][1] == answers[0]["weights"][0]
 
 
 @pytest.mark.gpu
 @pytest.mark.multi_gpu
 def test_two_gpus_equal_one_cpu(trained, tmp_path):
-    done = job.run("training", 2, tmp_path, "cuda", "plain")
-    assert done.status == 0, done.output
+    answers = job.answers("training", 2, tmp_path, "cuda", "plain")
     [alone] = trained("plain", "", 1)
-    assert_equal_training([answer["plain"] for answer in done.answers], alone)
+    assert_equal_training([answer["plain"] for answer in answers], alone)
 
 
 @pytest.mark.parametrize(("engine", "ranks"), [("mpi", 2), ("shm", 3)])
 def test_rounded_messages_keep_their_bound(engine, ranks, tmp_path):
-    done = job.run("rounded", ranks, tmp_path, "cpu", engine)
-    assert done.status == 0, done.output
-    for answer in done.answers:
+    for answer in job.answers("rounded", ranks, tmp_path, "cpu", engine):
         assert answer["worst"] <= 1 and answer["differ"] > 0 and answer["bytes"] == "bfloat16", answer

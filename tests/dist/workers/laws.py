@@ -5,10 +5,8 @@ The engine ``played`` is that of staged arrays, on arrays that play those of a G
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
-import traceback
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,7 +15,7 @@ import numpy as np
 from minidl.backend import get_ops
 from minidl.dist import init
 from minidl.dist.staged import StagedCommunicator
-from tests.dist.laws import CommunicatorLaws
+from tests.dist.laws import tried
 
 
 class Played(np.ndarray):
@@ -70,37 +68,16 @@ class PlayedInPlace(PlayedCopies):
         return gathered
 
 
-def cases(law):
-    """The keyword arguments of every case that pytest would make of a parametrised function."""
-    marks = [mark.args[:2] for mark in getattr(law, "pytestmark", []) if mark.name == "parametrize"]
-    for values in itertools.product(*(values for _, values in marks)):
-        yield dict(zip((name for name, _ in marks), values, strict=True))
-
-
 def main(out: str, device: str, engine: str = "") -> None:
-    laws = CommunicatorLaws()
     if engine == "played":
-        comm, laws.ops = StagedCommunicator(init(device), PlayedCopies()), PlayedCopies.ops
+        comm, ops = StagedCommunicator(init(device), PlayedCopies()), PlayedCopies.ops
     elif engine == "played-mpi":
         control, copies = init(device, "mpi"), PlayedInPlace()
         control.carry(copies.ops)
-        comm, laws.ops = StagedCommunicator(control, copies, name="cuda-mpi"), copies.ops
+        comm, ops = StagedCommunicator(control, copies, name="cuda-mpi"), copies.ops
     else:
-        comm, laws.ops = init(device, engine), get_ops(device)
-    laws.comm = comm
-    failures, count = {}, 0
-    for name in sorted(name for name in dir(laws) if name.startswith("test_")):
-        for case in cases(getattr(laws, name)):
-            count += 1
-            failure = None
-            try:
-                getattr(laws, name)(**case)
-            except Exception:
-                failure = traceback.format_exc()
-            # Where one rank fails, the others are told, and all stay in step.
-            found = [text for text in comm.share(failure) if text is not None]
-            if found:
-                failures[f"{name} {case}"] = found[0]
+        comm, ops = init(device, engine), get_ops(device)
+    failures, count = tried(comm, ops)
     result = {"name": comm.name, "rank": comm.rank, "size": comm.size, "count": count, "failures": failures}
     Path(out, f"{comm.rank}.json").write_text(json.dumps(result))
     comm.close()
