@@ -37,33 +37,55 @@ DEVICE float slope(float dy, float z, float y, float a) {
     return FUNCTION::gradient(dy, FUNCTION::KEEPS_OUTPUT ? y : z, a);
 }
 
-// FUNCTION at z, its slope there, and that times g: what it cuts off is dropped, not multiplied. Of a SiLU, which cuts
-// off nothing, from one logistic function: special functions, four for each value, would take longer than memory does.
+// What is summed over pixels, of u = UNIT z; `of`, `sum` and y are UNIT times what FUNCTION makes of z. all(): that, the
+// slope there, and that times g: what FUNCTION cuts off is dropped, not multiplied.
 template <class F>
-DEVICE void all(float g, float z, float a, float& y, float& slope, float& of) {
-    y = F::value(z, a);
-    slope = F::gradient(1.0f, F::KEEPS_OUTPUT ? y : z, a);
-    of = slope == 0.0f ? 0.0f : g * slope;
-}
+struct Summand {
+    static constexpr float UNIT = 1.0f;
+    DEVICE float of(float u, float a) { return F::value(u, a); }
+    template <int N>
+    DEVICE float sum(const float (&u)[N], float a) {
+        float sum = of(u[0], a);
+#pragma unroll
+        for (int i = 1; i < N; ++i) sum += of(u[i], a);
+        return sum;
+    }
+    DEVICE void all(float g, float u, float a, float& y, float& slope, float& of) {
+        y = F::value(u, a);
+        slope = F::gradient(1.0f, F::KEEPS_OUTPUT ? y : u, a);
+        of = slope == 0.0f ? 0.0f : g * slope;
+    }
+};
+// A SiLU, which cuts off nothing, in units of its exponential's argument: a product less for each value. N values on
+// one denominator, and value and slope from one logistic function: special functions, two for each, would take longer
+// than memory does. Where the exponential is held back the value is below 2^(-120/N) of z.
 template <>
-__device__ __forceinline__ void all<silu>(float g, float z, float, float& y, float& slope, float& of) {
-    const Swish at(z);
-    y = z * at.of;
-    slope = at.slope;
-    of = g * slope;
-}
-
-// FUNCTION at z and at w, added up. Of a SiLU on one denominator: a reciprocal less, for special functions would take
-// as long as memory does. Where the exponential is held back the value is below 1e-17 of z.
-template <class F>
-DEVICE float sum_of_two(float z, float w, float a) { return F::value(z, a) + F::value(w, a); }
-template <>
-__device__ __forceinline__ float sum_of_two<silu>(float z, float w, float) {
-    constexpr float scale = -1.4426950408889634f, most = 62.0f;
-    const float p = 1.0f + two_to_the(clamp_above(z * scale, most));
-    const float q = 1.0f + two_to_the(clamp_above(w * scale, most));
-    return fmaf(z, q, w * p) * reciprocal(p * q);
-}
+struct Summand<silu> {
+    static constexpr float UNIT = -1.4426950408889634f, BACK = -0.6931471805599453f;
+    DEVICE float below(float u, float most) { return 1.0f + two_to_the(clamp_above(u, most)); }
+    DEVICE float of(float u, float) { return u * reciprocal(below(u, 120.0f)); }
+    template <int N>
+    DEVICE float sum(const float (&u)[N], float) {
+        float above[N], under[N];
+#pragma unroll
+        for (int i = 0; i < N; ++i) above[i] = u[i], under[i] = below(u[i], 120.0f / N);
+#pragma unroll
+        for (int n = N / 2; n > 0; n /= 2)
+#pragma unroll
+            for (int i = 0; i < n; ++i) {
+                above[i] = fmaf(above[i], under[n + i], above[n + i] * under[i]);
+                under[i] *= under[n + i];
+            }
+        return above[0] * reciprocal(under[0]);
+    }
+    DEVICE void all(float g, float u, float, float& y, float& slope, float& of) {
+        const float t = two_to_the(sizeof(T) == 2 ? u : clamp_above(u, 126.0f)), whole = reciprocal(1.0f + t);
+        y = u * whole;
+        // As Swish has it (activation.cuh).
+        slope = sizeof(T) == 2 ? fmaf(BACK, fmaf(-y, whole, y), whole) : whole * fmaf(u, BACK * (t * whole), 1.0f);
+        of = g * slope;
+    }
+};
 
 // The k-th sum of a sample and channel.
 DEVICE void finish(T* out, float* parts, int k, float sum, float factor, int sample, int channels, int channel) {
@@ -82,7 +104,7 @@ struct Cut {
 };
 
 constexpr bool BACK = SUMS > 1;
-constexpr int PIXELS = BACK ? 1 : 2;  // that a thread works on at a time
+typedef Summand<FUNCTION> Sum;
 
 extern "C" __global__ void __launch_bounds__(256, BACK ? 2 : 3)
 gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* __restrict__ moments,
@@ -100,21 +122,32 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
 
     Ahead<AHEAD, PIXELS, BACK ? 2 : 1> ahead(reinterpret_cast<T*>(scratch + SUMS * lanes * width), thread, threads);
     int asked = begin, pixel = first;  // sample and pixel that are to be asked for
+    const T *next_x = x + channel + row_offset(begin * cut.pixels + first, cut.pitch[0]),
+            *next_dz = dz + channel + row_offset(begin * cut.pixels + first, cut.pitch[1]);
     const auto ask = [&](auto start) {
-        if (asked < end)
+        if (asked >= end) return;
 #pragma unroll
-            for (int e = 0; e < PIXELS; ++e, pixel += lanes)
-                if (pixel < last) {
-                    const int row = asked * cut.pixels + pixel;
-                    start(e, 0, x + row_offset(row, cut.pitch[0]) + channel);
-                    if (BACK) start(e, 1, dz + row_offset(row, cut.pitch[1]) + channel);
-                }
-        if (pixel >= last) pixel = first, ++asked;
+        for (int e = 0; e < PIXELS; ++e) {
+            if (pixel < last) {
+                start(e, 0, next_x);
+                if (BACK) start(e, 1, next_dz);
+            }
+            pixel += lanes;
+            next_x += lanes * cut.pitch[0];
+            next_dz += lanes * cut.pitch[1];
+        }
+        if (pixel < last) return;
+        const int on = cut.pixels + first - pixel;  // to the first pixel of the next sample
+        next_x += row_offset(on, cut.pitch[0]);
+        next_dz += row_offset(on, cut.pitch[1]);
+        pixel = first, ++asked;
     };
     float mean[VEC] = {}, scale[VEC] = {}, shift[VEC] = {};
     if (some) {
         ahead.fill(ask);
         load_affine(moments, gamma, beta, cut.channels, channel, mean, scale, shift);
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) scale[e] *= Sum::UNIT, shift[e] *= Sum::UNIT;
     }
 #pragma unroll 1
     for (int sample = begin; sample < end; ++sample) {
@@ -123,27 +156,36 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
         for (int p = first; some && p < last; p += PIXELS * lanes) {
             Raw<T, VEC> raw[PIXELS][BACK ? 2 : 1];
             ahead.take(raw, ask);
-            float v[VEC], w[VEC];
-            unpack(raw[0][0], v);
 #if SUMS == 1
-            unpack(raw[1][0], w);
-            if (p + lanes < last) {
+            float v[PIXELS][VEC];
+#pragma unroll
+            for (int i = 0; i < PIXELS; ++i) unpack(raw[i][0], v[i]);
+            if (p + (PIXELS - 1) * lanes < last) {
+#pragma unroll
+                for (int e = 0; e < VEC; ++e) {
+                    float u[PIXELS];
+#pragma unroll
+                    for (int i = 0; i < PIXELS; ++i) u[i] = normalize(v[i][e], mean[e], scale[e], shift[e]);
+                    sum[0][e] += Sum::sum(u, a);
+                }
+                continue;
+            }
+#pragma unroll
+            for (int i = 0; i < PIXELS - 1; ++i) {
+                if (p + i * lanes >= last) break;
 #pragma unroll
                 for (int e = 0; e < VEC; ++e)
-                    sum[0][e] += sum_of_two<FUNCTION>(normalize(v[e], mean[e], scale[e], shift[e]),
-                                                      normalize(w[e], mean[e], scale[e], shift[e]), a);
-            } else {
-#pragma unroll
-                for (int e = 0; e < VEC; ++e)
-                    sum[0][e] += FUNCTION::value(normalize(v[e], mean[e], scale[e], shift[e]), a);
+                    sum[0][e] += Sum::of(normalize(v[i][e], mean[e], scale[e], shift[e]), a);
             }
 #else
+            float v[VEC], w[VEC];
+            unpack(raw[0][0], v);
             unpack(raw[0][1], w);
 #pragma unroll
             for (int e = 0; e < VEC; ++e) {
-                const float z = normalize(v[e], mean[e], scale[e], shift[e]), d = v[e] - mean[e];
+                const float u = normalize(v[e], mean[e], scale[e], shift[e]), d = v[e] - mean[e];
                 float y, one, of;
-                all<FUNCTION>(w[e], z, a, y, one, of);
+                Sum::all(w[e], u, a, y, one, of);
                 sum[0][e] = fmaf(w[e], y, sum[0][e]);
                 sum[1][e] += of;
                 sum[2][e] += one;
@@ -165,6 +207,7 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
             for (int lane = 0; lane < lanes; ++lane)
 #pragma unroll
                 for (int k = 0; k < SUMS; ++k) all[k] += scratch[(k * lanes + lane) * width + c];
+            all[0] *= 1.0f / Sum::UNIT;
 #pragma unroll
             for (int k = 0; k < SUMS; ++k) {
                 if (WHOLE) finish(out, parts, k, all[k], factor, sample, cut.channels, to);
