@@ -106,7 +106,13 @@ DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const L
             for (int r = 0; r < RUN; ++r) label[r] = at + r < count ? i64(given[at + r]) : ignore_index;
             work(first + at, count - at, reinterpret_cast<const T*>(stage), at, label);
         }
+#ifdef LET_IN
+        if (LET_IN == 2 && pass + 2 >= passes) let_next_in();
+#endif
     }
+#ifdef LET_IN
+    if (LET_IN == 1) let_next_in();
+#endif
 }
 
 // A tile of rows that is read, changed in place and written elsewhere.

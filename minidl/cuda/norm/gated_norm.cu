@@ -97,6 +97,13 @@ DEVICE void finish(T* out, float* parts, int k, float sum, float factor, int sam
 
 #include "ahead.cuh"
 
+DEVICE void add(const float* more, float (&sum)[VEC]) {
+    float v[VEC];
+    load(more, v);
+#pragma unroll
+    for (int e = 0; e < VEC; ++e) sum[e] += v[e];
+}
+
 // How the pixels of each sample are cut into chunks, and how many samples a block takes (gated_norm.py).
 struct Cut {
     int pitch[2];
@@ -151,53 +158,61 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
     }
 #pragma unroll 1
     for (int sample = begin; sample < end; ++sample) {
-        float sum[SUMS][VEC] = {};
 #pragma unroll 1
-        for (int p = first; some && p < last; p += PIXELS * lanes) {
-            Raw<T, VEC> raw[PIXELS][BACK ? 2 : 1];
-            ahead.take(raw, ask);
+        for (int part = first; part == first || part < last; part += MOST * lanes) {
+            const int stop = min(part + MOST * lanes, last);
+            float sum[SUMS][VEC] = {};
+#pragma unroll 1
+            for (int p = part; some && p < stop; p += PIXELS * lanes) {
+                Raw<T, VEC> raw[PIXELS][BACK ? 2 : 1];
+                ahead.take(raw, ask);
 #if SUMS == 1
-            float v[PIXELS][VEC];
+                float v[PIXELS][VEC];
 #pragma unroll
-            for (int i = 0; i < PIXELS; ++i) unpack(raw[i][0], v[i]);
-            if (p + (PIXELS - 1) * lanes < last) {
+                for (int i = 0; i < PIXELS; ++i) unpack(raw[i][0], v[i]);
+                if (p + (PIXELS - 1) * lanes < last) {
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e) {
+                        float u[PIXELS];
+#pragma unroll
+                        for (int i = 0; i < PIXELS; ++i) u[i] = normalize(v[i][e], mean[e], scale[e], shift[e]);
+                        sum[0][e] += Sum::sum(u, a);
+                    }
+                    continue;
+                }
+#pragma unroll
+                for (int i = 0; i < PIXELS - 1; ++i) {
+                    if (p + i * lanes >= last) break;
+#pragma unroll
+                    for (int e = 0; e < VEC; ++e)
+                        sum[0][e] += Sum::of(normalize(v[i][e], mean[e], scale[e], shift[e]), a);
+                }
+#else
+                float v[VEC], w[VEC];
+                unpack(raw[0][0], v);
+                unpack(raw[0][1], w);
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) {
-                    float u[PIXELS];
-#pragma unroll
-                    for (int i = 0; i < PIXELS; ++i) u[i] = normalize(v[i][e], mean[e], scale[e], shift[e]);
-                    sum[0][e] += Sum::sum(u, a);
+                    const float u = normalize(v[e], mean[e], scale[e], shift[e]), d = v[e] - mean[e];
+                    float y, one, of;
+                    Sum::all(w[e], u, a, y, one, of);
+                    sum[0][e] = fmaf(w[e], y, sum[0][e]);
+                    sum[1][e] += of;
+                    sum[2][e] += one;
+                    sum[3][e] = fmaf(of, d, sum[3][e]);
+                    sum[4][e] = fmaf(one, d, sum[4][e]);
                 }
-                continue;
-            }
-#pragma unroll
-            for (int i = 0; i < PIXELS - 1; ++i) {
-                if (p + i * lanes >= last) break;
-#pragma unroll
-                for (int e = 0; e < VEC; ++e)
-                    sum[0][e] += Sum::of(normalize(v[i][e], mean[e], scale[e], shift[e]), a);
-            }
-#else
-            float v[VEC], w[VEC];
-            unpack(raw[0][0], v);
-            unpack(raw[0][1], w);
-#pragma unroll
-            for (int e = 0; e < VEC; ++e) {
-                const float u = normalize(v[e], mean[e], scale[e], shift[e]), d = v[e] - mean[e];
-                float y, one, of;
-                Sum::all(w[e], u, a, y, one, of);
-                sum[0][e] = fmaf(w[e], y, sum[0][e]);
-                sum[1][e] += of;
-                sum[2][e] += one;
-                sum[3][e] = fmaf(of, d, sum[3][e]);
-                sum[4][e] = fmaf(one, d, sum[4][e]);
-            }
 #endif
+            }
+            if (part == first && sample > begin) __syncthreads();  // the sample before has been read
+#pragma unroll
+            for (int k = 0; k < SUMS; ++k) {
+                float* own = scratch + (k * lanes + threadIdx.y) * width + slot;
+                if (part > first) add(own, sum[k]);
+                store(own, sum[k]);
+            }
         }
         // Lanes in their order.
-        if (sample > begin) __syncthreads();  // the sample before has been read
-#pragma unroll
-        for (int k = 0; k < SUMS; ++k) store(scratch + (k * lanes + threadIdx.y) * width + slot, sum[k]);
         __syncthreads();
         for (int c = thread; c < width; c += threads) {
             const int to = tile * width + c;

@@ -24,7 +24,8 @@ TARGET_BLOCKS = 264  # two on each of 132 multiprocessors; part of the cut
 AHEAD = 3  # groups of pixels on their way to a thread
 PIXELS = {2: 4, 4: 2}  # of a group forward, by the bytes of an element; backward one, of two arrays
 WIDTHS = (32, 64, 128, 256)  # vectors of a block along the channels, at most: wider blocks have fewer lanes to add up
-MOST_PER_THREAD = 128  # terms of a float32 sum
+MOST_PER_THREAD = 128  # terms of a float32 sum, before a thread adds it to those that it has left in shared memory
+MOST_CHUNKS = 32
 # What a block takes besides its pixels, and a second kernel for chunks, in pixels of a thread.
 BLOCK_PIXELS, MERGE_PIXELS = 4, 6
 GATE = {"unroll": 4, "groups": 4}  # pixels that a thread has in flight under a gate, and how many such groups it takes
@@ -60,9 +61,8 @@ def cut_samples(samples: int, pixels: int, channels: int, itemsize: int, vec: in
 
     plans = []
     for lanes in map(lanes_of, WIDTHS):
-        least = ceil_div(pixels, lanes * MOST_PER_THREAD)
-        most = max(least, min(ceil_div(pixels, lanes * 2 * BLOCK_PIXELS), 4 * least + 16))
-        plans += [(lanes, chunks) for chunks in range(least, most + 1)]
+        most = min(ceil_div(pixels, lanes * 2 * BLOCK_PIXELS), MOST_CHUNKS)
+        plans += [(lanes, chunks) for chunks in range(1, most + 1)]
     lanes, chunks = min(plans, key=time)
     chunk = ceil_div(pixels, chunks)
     chunks = ceil_div(pixels, chunk)
@@ -160,7 +160,8 @@ def _sums(
     partials = None if whole else empty((many, cut.chunks, n * channels), float32)
     factor = np.float32(1.0 if many > 1 else n / count)
     pixels = PIXELS[x.itemsize] if dz is None else 1
-    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "AHEAD": AHEAD, "PIXELS": pixels, "WHOLE": int(whole)}
+    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "AHEAD": AHEAD, "PIXELS": pixels, "WHOLE": int(whole),
+               "MOST": MOST_PER_THREAD}
     args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
     # Sums of each lane, and what is on its way.
     shared = math.prod(cut.block) * vec * (4 * many + AHEAD * pixels * len(arrays) * x.itemsize)
