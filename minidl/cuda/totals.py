@@ -11,8 +11,9 @@ from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
 
-SOURCES = {np.dtype(np.float64): "double", np.dtype(np.uint32): "u32"}
-SECTOR = 32  # bytes of memory that come together: columns of one block
+BLOCK = 512
+# What rows are made of, and the columns of a block: of many counts as many as memory gives together.
+SOURCES = {np.dtype(np.float64): ("double", 1), np.dtype(np.uint32): ("u32", 8)}
 
 
 def column_totals(partial: Any) -> Any:
@@ -21,8 +22,8 @@ def column_totals(partial: Any) -> Any:
     if rows == 1 and partial.dtype == np.float64:
         return partial[0]
     totals = empty((columns,), np.float64)
-    wide = min(SECTOR // partial.itemsize, 1 << (columns - 1).bit_length())
+    source, wide = SOURCES[partial.dtype]
     args = partial, totals, *ints(rows, columns)
-    defines = {"SOURCE": SOURCES[partial.dtype], "WIDE": wide}
-    launch("totals", "column_totals", ceil_div(columns, wide), 1024, *args, defines=defines)
+    defines = {"SOURCE": source, "WIDE": wide}
+    launch("totals", "column_totals", ceil_div(columns, wide), BLOCK, *args, defines=defines)
     return totals

@@ -1,7 +1,7 @@
 // Short dense rows of CLASSES elements (segmentation with 21 classes), RUNS times one or two for a thread.
 //
 // The rows of a warp are one run of memory, a tile: it is copied through shared memory in 16-byte vectors, with its
-// labels, then each thread takes its rows. STAGES - 1 tiles are on their way during the work on one. Warps
+// labels, then each thread takes its rows. With STAGES = 2 the next tile is copied during the work on this one. Warps
 // do not wait for each other. What keeps the memory busy is bytes under way: of rows of three classes a thread takes
 // eight, and no thread waits for a label that it has only just asked for.
 #pragma once
@@ -87,8 +87,7 @@ DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const L
         }
         commit_copies();
     };
-#pragma unroll
-    for (int pass = 0; pass < STAGES - 1; ++pass) start_tile(pass);
+    if (STAGES > 1) start_tile(0);
     for (int pass = 0; pass < passes && begin + i64(pass) * ROWS < rows; ++pass) {
         const i64 first = begin + i64(pass) * ROWS;
         if (pass > 0) __syncwarp();
@@ -106,13 +105,8 @@ DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const L
             for (int r = 0; r < RUN; ++r) label[r] = at + r < count ? i64(given[at + r]) : ignore_index;
             work(first + at, count - at, reinterpret_cast<const T*>(stage), at, label);
         }
-#ifdef LET_IN
-        if (LET_IN == 2 && pass + 2 >= passes) let_next_in();
-#endif
     }
-#ifdef LET_IN
-    if (LET_IN == 1) let_next_in();
-#endif
+    let_next_in();  // a few blocks that add up what these leave
 }
 
 // A tile of rows that is read, changed in place and written elsewhere.

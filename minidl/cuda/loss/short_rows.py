@@ -11,7 +11,7 @@ from minidl.shapes import ceil_div
 BLOCK = 128
 LONGEST = 64  # elements of a row that one thread holds in registers
 THREAD_BYTES, MOST_RUNS = 48, 4  # of rows that a thread takes at a time, up to
-STAGED_BYTES, MOST_STAGES = 64 * 1024, 2  # of a block's shared memory, up to which tiles to come have room
+STAGED_BYTES = 64 * 1024  # of a block's shared memory, up to which there is room for the tile to come
 SHARED, RESERVED = 227 * 1024, 1024  # bytes of a multiprocessor, and what a block takes of them unasked
 MULTIPROCESSORS = 128  # to be kept busy; what a block sums follows from the sizes, so this is no one device's number
 
@@ -63,7 +63,7 @@ def labelled_rows(x: Any, labels: Any, resident: int, beside: int = 0, vectors: 
         return None
     runs, block_rows, groups = tiles
     stage = block_rows * (x.shape[-1] * x.itemsize + labels.itemsize)
-    stages = max(1, min(MOST_STAGES, STAGED_BYTES // stage))
+    stages = 2 if 2 * stage <= STAGED_BYTES else 1
     shared = stages * stage + beside
     resident = min(resident, SHARED // (shared + RESERVED))
     passes = ceil_div(groups, MULTIPROCESSORS * resident)
