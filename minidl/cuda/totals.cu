@@ -23,7 +23,10 @@ column_totals(const SOURCE* __restrict__ partial, double* __restrict__ totals, i
     for (int row = threadIdx.x / WIDE; row < rows; row += DEPTH * ROWS) {
         SOURCE part[DEPTH];
 #pragma unroll
-        for (int u = 0; u < DEPTH; ++u) part[u] = row + u * ROWS < rows ? from[i64(row + u * ROWS) * columns] : SOURCE(0);
+        for (int u = 0; u < DEPTH; ++u) {
+            const int at = row + u * ROWS;
+            part[u] = at < rows ? from[i64(at) * columns] : SOURCE(0);
+        }
 #pragma unroll
         for (int u = 0; u < DEPTH; ++u) sum += part[u];
     }

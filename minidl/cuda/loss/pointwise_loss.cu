@@ -6,8 +6,8 @@
 //
 // A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run
 // and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the memory leaves time for
-// some 32 instructions per element forward and 47 backward, or for 4 and 6 special functions; focal loss takes 28 and 38,
-// and 2 of these.
+// some 32 instructions per element forward and 47 backward, or for 4 and 6 special functions; a focal loss takes 28 and
+// 38, and 2 of these.
 #define LANES 256
 #ifndef HELD
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)

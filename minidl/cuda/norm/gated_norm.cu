@@ -13,8 +13,8 @@
 // and one pass over dz and x leaves these four beside sum dz*y, the gradient of the gate.
 //
 // gated_norm_sums   SUMS 1: sum y; 5: sum dz*y, dz*s, s, dz*s*(x - mean), s*(x - mean). Block: columns x lanes, up to
-//   256 threads; a thread owns VEC neighbouring channels and each lanes-th pixel of a chunk, PIXELS at a time. What MOST
-//   of them give it adds to its own place in shared memory: no float32 sum is longer. Grid: tiles of columns*VEC
+//   256 threads; a thread owns VEC neighbouring channels and each lanes-th pixel of a chunk, PIXELS at a time. What
+//   MOST of them give it adds to its own place in shared memory: no float32 sum is longer. Grid: tiles of columns*VEC
 //   channels, then chunks, then groups of `each` samples, which a block takes one after the other: the next one's first
 //   pixels are on their way (ahead.cuh) while its lanes add up. partials (SUMS, chunks, samples, C) float; chunks and
 //   lanes depend on the sizes alone. WHOLE: a sample is one chunk, as where there are many; then the results are
