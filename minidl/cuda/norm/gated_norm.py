@@ -21,8 +21,8 @@ from minidl.shapes import ceil_div
 FORWARD, BACKWARD = 1, 5  # sums that a pass takes
 THREADS = 256
 TARGET_BLOCKS = 264  # two on each of 132 multiprocessors; part of the cut
-AHEAD = {FORWARD: 3, BACKWARD: 4}  # groups of pixels on their way to a thread
-PIXELS = {2: 4, 4: 2}  # of a group forward, by the bytes of an element; backward one, of two arrays
+# Pixels of a group, and groups on their way to a thread, by the sums and the bytes of an element.
+GROUPS = {(FORWARD, 2): (4, 2), (FORWARD, 4): (2, 3), (BACKWARD, 2): (1, 4), (BACKWARD, 4): (1, 4)}
 WIDTHS = (32, 64, 128, 256)  # vectors of a block along the channels, at most: wider blocks have fewer lanes to add up
 MOST_PER_THREAD = 128  # terms of a float32 sum, before a thread adds it to those that it has left in shared memory
 MOST_CHUNKS = 32
@@ -159,22 +159,14 @@ def _sums(
     whole = cut.chunks == 1
     partials = None if whole else empty((many, cut.chunks, n * channels), float32)
     factor = np.float32(1.0 if many > 1 else n / count)
-    pixels = PIXELS[x.itemsize] if dz is None else 1
-    defines = {
-        "DTYPE": code,
-        "VEC": vec,
-        "SUMS": many,
-        "AHEAD": AHEAD[many],
-        "PIXELS": pixels,
-        "WHOLE": int(whole),
-        "MOST": MOST_PER_THREAD,
-    }
+    pixels, ahead = GROUPS[many, x.itemsize]
+    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "PIXELS": pixels, "AHEAD": ahead, "MOST": MOST_PER_THREAD}
     args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
     # Sums of each lane, and what is on its way.
-    shared = math.prod(cut.block) * vec * (4 * many + AHEAD[many] * pixels * len(arrays) * x.itemsize)
+    shared = math.prod(cut.block) * vec * (4 * many + ahead * pixels * len(arrays) * x.itemsize)
     launch(
         "gated_norm", "gated_norm_sums", cut.grid, cut.block, *args, shared=shared,
-        defines=defines | {"FUNCTION": struct_of(function)},
+        defines=defines | {"WHOLE": int(whole), "FUNCTION": struct_of(function)},
     )  # fmt: skip
     if not whole:
         launch(
