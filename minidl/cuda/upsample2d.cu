@@ -105,54 +105,41 @@ upsample2d(const T* __restrict__ x, T* __restrict__ y, int rows, int strips, int
     T* out = y + (i64(at.n) * down.out + at.begin) * out_line + i64(at.column) * channels + at.c;
 #if BILINEAR
     const i64 to_right = (h.high - h.low) * pitch;
-    int p = at.begin, low = tap(down, p).low, coming = min(low + 1, down.size - 1);  // row that is in `next`
+    int low = tap(down, at.begin).low, high = min(low + 1, down.size - 1);
     const int last = tap(down, at.end - 1).high;
-    float one[VEC], other[VEC];  // rows low and low + 1 of x, resized across, in turns: none is ever moved
+    float upper[VEC], lower[VEC];  // rows low and high of x, resized across
     Neighbours above, next;
     above.fetch(image + low * line, to_right);
-    next.fetch(image + coming * line, to_right);
-    above.mix(h.weight, one);
-    next.mix(h.weight, other);
+    next.fetch(image + high * line, to_right);
+    above.mix(h.weight, upper);
+    next.mix(h.weight, lower);
     // Row high + 1 arrives while outputs between these two are made.
-    const auto look_ahead = [&](int high) {
-        coming = high + 1;
-        if (coming <= last) next.fetch(image + coming * line, to_right);
+    const auto look_ahead = [&] {
+        if (high < last) next.fetch(image + (high + 1) * line, to_right);
     };
     const auto take = [&](int row, float (&v)[VEC]) {
-        if (row != coming) next.fetch(image + row * line, to_right);
+        if (row > high + 1) next.fetch(image + row * line, to_right);
         next.mix(h.weight, v);
     };
-    // The outputs between two rows; whether there are more.
-    const auto make = [&](const float (&upper)[VEC], const float (&lower)[VEC]) {
-#pragma unroll 1
-        for (; p < at.end; ++p, out += out_line) {
-            const Tap v = tap(down, p);
-            if (v.low != low) return true;
-            float mixed[VEC];
-#pragma unroll
-            for (int e = 0; e < VEC; ++e) mixed[e] = between(upper[e], lower[e], v.weight);
-            store(out, mixed);
-        }
-        return false;
-    };
-    // Goes on to the rows of output p; `upper` is row low + 1 already.
-    const auto go_on = [&](float (&upper)[VEC], float (&lower)[VEC]) {
+    look_ahead();
+    for (int p = at.begin; p < at.end; ++p, out += out_line) {
         const Tap v = tap(down, p);
-        if (v.low > low + 1) take(v.low, upper);
-        low = v.low;
-        if (v.high > low) {
-            take(v.high, lower);
-        } else {
+        if (v.low != low) {
+            if (v.low == high) {
 #pragma unroll
-            for (int e = 0; e < VEC; ++e) lower[e] = upper[e];
+                for (int e = 0; e < VEC; ++e) upper[e] = lower[e];
+            } else {
+                take(v.low, upper);
+            }
+            if (v.high != high) take(v.high, lower);
+            low = v.low;
+            high = v.high;
+            look_ahead();
         }
-        look_ahead(v.high);
-    };
-    look_ahead(coming);
-    while (make(one, other)) {
-        go_on(other, one);
-        if (!make(other, one)) break;
-        go_on(one, other);
+        float mixed[VEC];
+#pragma unroll
+        for (int e = 0; e < VEC; ++e) mixed[e] = between(upper[e], lower[e], v.weight);
+        store(out, mixed);
     }
 #else
     Raw<T, VEC> raw;

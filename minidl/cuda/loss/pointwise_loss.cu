@@ -9,12 +9,7 @@
 // some 32 instructions per element forward and 47 backward, or for 4 and 6 special functions; a focal loss takes 28 and
 // 38, and 2 of these.
 #define LANES 256
-#ifndef HELD
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)
-#endif
-#ifndef FIT
-#define FIT 4
-#endif
 #define PER 1
 #include "common.cuh"
 #include "exponential.cuh"
@@ -120,7 +115,7 @@ DEVICE void for_chunk(const T* __restrict__ x, const T* __restrict__ t, int size
 
 #if defined(FORWARD)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, FIT)
+extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restrict__ partial, i64 count, float a,
                float b) {
     await_predecessor();
@@ -143,7 +138,7 @@ pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restr
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK, FIT)
+extern "C" __global__ void __launch_bounds__(BLOCK, 4)
 pointwise_loss_backward(const T* __restrict__ x, const T* __restrict__ t, const double* __restrict__ totals,
                         const float* __restrict__ scale, T* __restrict__ dx, i64 count, float a, float b) {
     await_predecessor();

@@ -16,7 +16,6 @@ from minidl.cuda.totals import column_totals
 from minidl.shapes import ceil_div, round_up
 
 MOST_PARTIALS = 512  # blocks whose results one more launch adds
-RESIDENT = 4  # blocks of a multiprocessor that count pairs, of up to 32 classes
 SHARED_COUNTS = 8192  # in 32 KiB of shared memory
 SHARED_SLOPES = 4096  # the same
 GROUPS = 2  # of rows that a block takes with the slopes it has computed
@@ -100,7 +99,7 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     beside = round_up(4 * (size + 1) * shared, ACCESS)
     # Each block leaves K * K counts, so few blocks; float32 rows of whole vectors are compared faster by four threads.
     pairs = logits.itemsize == 2
-    short = short_rows.labelled_rows(logits, labels, _resident(classes, RESIDENT, 3), beside, vectors=pairs)
+    short = short_rows.labelled_rows(logits, labels, _resident(classes, 4, 3), beside, vectors=pairs)
     if short is not None:
         defines |= {"DTYPE": dtype_code(logits, "confusion_counts"), **short.defines}
         labels, block, layout = short_rows.aligned(labels), short_rows.BLOCK, (np.int32(short.passes),)
