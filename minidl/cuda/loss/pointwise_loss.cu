@@ -7,7 +7,7 @@
 // A block takes CHUNK neighbouring elements, a thread runs of RUN (row.cuh), HELD at a time, in float32 within a run
 // and then in double. Bytes per element: forward 2 sizeof(T), backward 3 sizeof(T). In bf16 the memory leaves time for
 // some 32 instructions per element forward and 47 backward, or for 4 and 6 special functions; a focal loss takes 28 and
-// 38, and 2 of these.
+// 38, and 2 of these. Of five blocks on a multiprocessor in place of four its two passes take 4 % less time.
 #define LANES 256
 #define HELD (VEC * sizeof(T) == 16 ? 2 : 1)
 #define PER 1
@@ -115,7 +115,7 @@ DEVICE void for_chunk(const T* __restrict__ x, const T* __restrict__ t, int size
 
 #if defined(FORWARD)
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, 5)
 pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restrict__ partial, i64 count, float a,
                float b) {
     await_predecessor();
@@ -138,7 +138,7 @@ pointwise_loss(const T* __restrict__ x, const T* __restrict__ t, double* __restr
 
 #else
 
-extern "C" __global__ void __launch_bounds__(BLOCK, 4)
+extern "C" __global__ void __launch_bounds__(BLOCK, 5)
 pointwise_loss_backward(const T* __restrict__ x, const T* __restrict__ t, const double* __restrict__ totals,
                         const float* __restrict__ scale, T* __restrict__ dx, i64 count, float a, float b) {
     await_predecessor();

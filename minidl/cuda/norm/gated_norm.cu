@@ -30,8 +30,9 @@
 // 0.95, 0.95, 1.43 us. A SiLU's sums take two special functions for each element, of which a multiprocessor makes 16 a
 // clock: as long as reading two bytes. Forward four values of a 16-bit type (two of float32, which has time and needs
 // the range) share a denominator, which leaves five for four elements; backward memory takes twice as long. Eight
-// instructions an element forward, 17 backward, and 3 and 5 of how they come. Measured on an H200, bf16: 256 maps of
-// 56x56x256 103 us forward (two values on a denominator: 117) and 202 backward, where the bytes take 98 and 196.
+// instructions an element forward, 17 backward, and 3 and 5 of how they come. Measured on an H200, bf16, 256 maps of
+// 56x56x256: 95 us forward and 195 backward, where the bytes take 98 and 197 at the rate of a copy. Two values on a
+// denominator take 14 % longer, blocks for three on a multiprocessor in place of two 8 to 20 % backward.
 #include "activation.cuh"
 #include "affine.cuh"
 
@@ -91,21 +92,25 @@ struct Summand<silu> {
     }
 };
 
-// The k-th sum of a sample and channel.
-DEVICE void finish(T* out, float* parts, int k, float sum, float factor, int sample, int channels, int channel) {
-    if (k == 0) out[i64(sample) * channels + channel] = from_float<T>(sum * factor);
-    if (k > 0) parts[(i64(sample) * 4 + k - 1) * channels + channel] = sum;
+// The k-th sum of a sample and N neighbouring channels.
+template <int N>
+DEVICE void finish(T* out, float* parts, int k, float (&sum)[N], float factor, int sample, int channels, int channel) {
+    if (k > 0) return store(parts + (i64(sample) * 4 + k - 1) * channels + channel, sum);
+#pragma unroll
+    for (int e = 0; e < N; ++e) sum[e] *= factor;
+    store(out + i64(sample) * channels + channel, sum);
 }
 
 #if defined(SUMS)
 
 #include "ahead.cuh"
 
-DEVICE void add(const float* more, float (&sum)[VEC]) {
-    float v[VEC];
+template <int N>
+DEVICE void add(const float* more, float (&sum)[N]) {
+    float v[N];
     load(more, v);
 #pragma unroll
-    for (int e = 0; e < VEC; ++e) sum[e] += v[e];
+    for (int e = 0; e < N; ++e) sum[e] += v[e];
 }
 
 // How the pixels of each sample are cut into chunks, and how many samples a block takes (gated_norm.py).
@@ -115,6 +120,7 @@ struct Cut {
 };
 
 constexpr bool BACK = SUMS > 1;
+constexpr int FEWER = VEC < 4 ? VEC : 4;  // channels of a thread where lanes add up
 typedef Summand<FUNCTION> Sum;
 
 extern "C" __global__ void __launch_bounds__(256, BACK ? 2 : 3)
@@ -218,19 +224,20 @@ gated_norm_sums(const T* __restrict__ x, const T* __restrict__ dz, const float* 
         }
         // Lanes in their order.
         __syncthreads();
-        for (int c = thread; c < width; c += threads) {
+        for (int c = thread * FEWER; c < width; c += threads * FEWER) {
             const int to = tile * width + c;
             if (to >= cut.channels) break;
-            float all[SUMS] = {};
+            float all[SUMS][FEWER] = {};
 #pragma unroll 4
             for (int lane = 0; lane < lanes; ++lane)
 #pragma unroll
-                for (int k = 0; k < SUMS; ++k) all[k] += scratch[(k * lanes + lane) * width + c];
-            all[0] *= 1.0f / Sum::UNIT;
+                for (int k = 0; k < SUMS; ++k) add(scratch + (k * lanes + lane) * width + c, all[k]);
+#pragma unroll
+            for (int e = 0; e < FEWER; ++e) all[0][e] *= 1.0f / Sum::UNIT;
 #pragma unroll
             for (int k = 0; k < SUMS; ++k) {
                 if (WHOLE) finish(out, parts, k, all[k], factor, sample, cut.channels, to);
-                else partials[(i64(k * cut.chunks + chunk) * cut.samples + sample) * cut.channels + to] = all[k];
+                else store(partials + (i64(k * cut.chunks + chunk) * cut.samples + sample) * cut.channels + to, all[k]);
             }
         }
     }
@@ -247,8 +254,8 @@ gated_norm_merge(const float* __restrict__ partials, T* __restrict__ out, float*
     const int sample = i / channels, channel = i - sample * channels;
 #pragma unroll
     for (int k = 0; k < MERGED; ++k) {
-        float sum = 0.0f;
-        for (int chunk = 0; chunk < chunks; ++chunk) sum += partials[(i64(k) * chunks + chunk) * all + i];
+        float sum[1] = {};
+        for (int chunk = 0; chunk < chunks; ++chunk) sum[0] += partials[(i64(k) * chunks + chunk) * all + i];
         finish(out, parts, k, sum, factor, sample, channels, channel);
     }
 }
