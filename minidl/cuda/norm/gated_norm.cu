@@ -32,7 +32,7 @@
 // the range) share a denominator, which leaves five for four elements; backward memory takes twice as long. Eight
 // instructions an element forward, 17 backward, and 3 and 5 of how they come. Measured on an H200, bf16, 256 maps of
 // 56x56x256: 95 us forward and 195 backward, where the bytes take 98 and 197 at the rate of a copy. Two values on a
-// denominator take 14 % longer, blocks for three on a multiprocessor in place of two 8 to 20 % backward.
+// denominator take 14 % longer, blocks for three on a multiprocessor in place of two 8 % backward.
 #include "activation.cuh"
 #include "affine.cuh"
 
