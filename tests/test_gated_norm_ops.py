@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from minidl.cuda.norm import gated_norm
 from minidl.precision import float32
 from tests.layouts import LAYOUTS, place
 from tests.reference import activation
@@ -83,6 +84,12 @@ def test_a_gate_over_a_batch_norm_equals_the_reference(ops, rng, dtype, function
         assert dx.dtype == dtype and dx.shape == shape
         expected = reference.backward_apply(g, x, moments.astype(np.float64), gamma, *given)
         assert_close(ops.to_host(dx), expected, dtype, terms=8, scale=3 * largest)
+
+
+def test_long_sums_are_taken_in_parts(cuda_ops, rng, dtype, monkeypatch):
+    """Of so many terms in float32 at a time; more than there are in any shape above."""
+    monkeypatch.setattr(gated_norm, "MOST_PER_THREAD", 4)
+    test_a_gate_over_a_batch_norm_equals_the_reference(cuda_ops, rng, dtype, "silu", (2, 33, 41, 24), LAYOUTS[0])
 
 
 @pytest.mark.parametrize("affine", [False, True])

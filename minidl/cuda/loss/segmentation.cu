@@ -17,25 +17,7 @@
 #include "common.cuh"
 #include "loss.cuh"
 
-#if defined(TOTALS)
-
-// out[c] = the sum over rows of partial (rows, size); a block for 32 columns, a warp for every 32nd row.
-extern "C" __global__ void __launch_bounds__(1024)
-count_totals(const u32* __restrict__ partial, double* __restrict__ out, int rows, int size) {
-    await_predecessor();
-    __shared__ u64 scratch[32][33];
-    const int column = blockIdx.x * 32 + threadIdx.x % 32, warp = threadIdx.x / 32;
-    u64 total = 0;
-#pragma unroll 16
-    for (int row = warp; row < rows; row += 32)
-        if (column < size) total += partial[i64(row) * size + column];
-    scratch[threadIdx.x % 32][warp] = total;
-    __syncthreads();
-    total = warp_sum(scratch[warp][threadIdx.x % 32]);
-    if (threadIdx.x % 32 == 0 && blockIdx.x * 32 + warp < size) out[blockIdx.x * 32 + warp] = double(total);
-}
-
-#elif defined(CLASSES)
+#if defined(CLASSES)
 #include "short_rows.cuh"
 
 #if defined(SUMS)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
-from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.loss import short_rows
 from minidl.cuda.loss.loss import LABELS
@@ -93,14 +92,14 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
     count, classes, _ = rows(logits)
     assert labels.shape == logits.shape[:-1], (labels.shape, logits.shape)
     size = classes * classes + 1
-    out = empty((size,), np.float64)
     if count == 0:
         return zeros((size,), np.float64)
     defines = {"CONFUSION": 1, "LABEL": LABELS[labels.dtype]}
     shared = int(size <= SHARED_COUNTS)
     beside = round_up(4 * (size + 1) * shared, ACCESS)
-    # Each block leaves K * K counts, so few blocks; and rows of whole vectors are compared as fast by four threads.
-    short = short_rows.labelled_rows(logits, labels, _resident(classes, 4, 3), beside)
+    # Each block leaves K * K counts, so few blocks; float32 rows of whole vectors are compared faster by four threads.
+    pairs = logits.itemsize == 2
+    short = short_rows.labelled_rows(logits, labels, _resident(classes, 4, 3), beside, vectors=pairs)
     if short is not None:
         defines |= {"DTYPE": dtype_code(logits, "confusion_counts"), **short.defines}
         labels, block, layout = short_rows.aligned(labels), short_rows.BLOCK, (np.int32(short.passes),)
@@ -116,6 +115,4 @@ def confusion_counts(logits: Any, labels: Any, *, ignore_index: int) -> Any:
         "segmentation", "confusion", blocks, block, logits, labels, partial, np.int64(count), *layout,
         np.int64(ignore_index), defines=defines, shared=beside,
     )  # fmt: skip
-    grid, sizes = ceil_div(size, 32), ints(len(partial), size)
-    launch("segmentation", "count_totals", grid, 1024, partial, out, *sizes, defines={"TOTALS": 1})
-    return out
+    return column_totals(partial)

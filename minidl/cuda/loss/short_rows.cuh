@@ -106,6 +106,7 @@ DEVICE void for_labelled_rows(uint4* memory, const T* __restrict__ from, const L
             work(first + at, count - at, reinterpret_cast<const T*>(stage), at, label);
         }
     }
+    let_next_in();  // a few blocks that add up what these leave
 }
 
 // A tile of rows that is read, changed in place and written elsewhere.

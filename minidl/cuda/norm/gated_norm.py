@@ -21,9 +21,11 @@ from minidl.shapes import ceil_div
 FORWARD, BACKWARD = 1, 5  # sums that a pass takes
 THREADS = 256
 TARGET_BLOCKS = 264  # two on each of 132 multiprocessors; part of the cut
-AHEAD = 3  # groups of pixels on their way, of two forward, of one of two arrays backward
-WIDEST = 32  # vectors of a block along the channels
-MOST_PER_THREAD = 128  # terms of a float32 sum
+# Pixels of a group, and groups on their way to a thread, by the sums and the bytes of an element.
+GROUPS = {(FORWARD, 2): (4, 2), (FORWARD, 4): (2, 3), (BACKWARD, 2): (1, 4), (BACKWARD, 4): (1, 4)}
+WIDTHS = (32, 64, 128, 256)  # vectors of a block along the channels, at most: wider blocks have fewer lanes to add up
+MOST_PER_THREAD = 128  # terms of a float32 sum, before a thread adds it to those that it has left in shared memory
+MOST_CHUNKS = 32
 # What a block takes besides its pixels, and a second kernel for chunks, in pixels of a thread.
 BLOCK_PIXELS, MERGE_PIXELS = 4, 6
 GATE = {"unroll": 4, "groups": 4}  # pixels that a thread has in flight under a gate, and how many such groups it takes
@@ -47,18 +49,22 @@ def cut_samples(samples: int, pixels: int, channels: int, itemsize: int, vec: in
     """Chunks and lanes follow from the sizes alone: neither the device nor an array's alignment changes a bit."""
     assert samples * pixels < ROW_LIMIT, (samples, pixels)
     vectors = ceil_div(channels, 16 // itemsize)
-    tiles = ceil_div(vectors, WIDEST)
-    lanes = min(THREADS // ceil_div(vectors, tiles), pixels)
-    lanes = ceil_div(pixels, ceil_div(pixels, lanes))
-    blocks = samples * tiles
 
-    def time(chunks: int) -> int:
-        rounds = ceil_div(blocks * chunks, TARGET_BLOCKS)
+    def lanes_of(widest: int) -> int:
+        lanes = min(THREADS // ceil_div(vectors, ceil_div(vectors, widest)), pixels)
+        return ceil_div(pixels, ceil_div(pixels, lanes))
+
+    def time(plan: tuple[int, int]) -> int:
+        lanes, chunks = plan
+        rounds = ceil_div(samples * ceil_div(vectors, THREADS // lanes) * chunks, TARGET_BLOCKS)
         return rounds * (ceil_div(ceil_div(pixels, chunks), lanes) + BLOCK_PIXELS) + MERGE_PIXELS * (chunks > 1)
 
-    least = ceil_div(pixels, lanes * MOST_PER_THREAD)
-    most = max(least, min(ceil_div(pixels, lanes * 2 * BLOCK_PIXELS), 4 * least + 16))
-    chunk = ceil_div(pixels, min(range(least, most + 1), key=time))
+    plans = []
+    for lanes in map(lanes_of, WIDTHS):
+        most = min(ceil_div(pixels, lanes * 2 * BLOCK_PIXELS), MOST_CHUNKS)
+        plans += [(lanes, chunks) for chunks in range(1, most + 1)]
+    lanes, chunks = min(plans, key=time)
+    chunk = ceil_div(pixels, chunks)
     chunks = ceil_div(pixels, chunk)
     # Narrower vectors: as many lanes of fewer channels.
     tiles = ceil_div(channels // vec, THREADS // lanes)
@@ -153,13 +159,14 @@ def _sums(
     whole = cut.chunks == 1
     partials = None if whole else empty((many, cut.chunks, n * channels), float32)
     factor = np.float32(1.0 if many > 1 else n / count)
-    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "AHEAD": AHEAD, "WHOLE": int(whole)}
+    pixels, ahead = GROUPS[many, x.itemsize]
+    defines = {"DTYPE": code, "VEC": vec, "SUMS": many, "PIXELS": pixels, "AHEAD": ahead, "MOST": MOST_PER_THREAD}
     args = x, dz, moments, gamma, beta, partials, out, parts, np.float32(slope), factor, cut.argument
-    # Sums of each lane; two pixels forward, or two arrays backward, in each group on its way.
-    shared = math.prod(cut.block) * vec * (4 * many + 2 * AHEAD * x.itemsize)
+    # Sums of each lane, and what is on its way.
+    shared = math.prod(cut.block) * vec * (4 * many + ahead * pixels * len(arrays) * x.itemsize)
     launch(
         "gated_norm", "gated_norm_sums", cut.grid, cut.block, *args, shared=shared,
-        defines=defines | {"FUNCTION": struct_of(function)},
+        defines=defines | {"WHOLE": int(whole), "FUNCTION": struct_of(function)},
     )  # fmt: skip
     if not whole:
         launch(
