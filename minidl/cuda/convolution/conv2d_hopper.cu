@@ -97,7 +97,7 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
+constexpr int WARPGROUPS = SWAPPED ? TILE_N / 64 : TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
@@ -106,13 +106,16 @@ constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 regist
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)),
               "whole groups of 16 bits");
+static_assert(!SWAPPED || (DTYPE && !NORMALIZED && !GROUPED && PARTS == 1 && TILE_M % 16 == 0 && TILE_N % 64 == 0),
+              "blocks of 16 rows and 64 columns of 16 bits, whole");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
-constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
-constexpr int BLOCKS = ROWS / 64;          // products along them
+constexpr int ROWS = SWAPPED ? TILE_M : TILE_M / WARPGROUPS;  // of a warpgroup
+constexpr int BLOCKS = SWAPPED ? 1 : ROWS / 64;               // products along them
+constexpr int ACCUMULATORS = (SWAPPED ? TILE_M : TILE_N) / 2;  // of a product
 constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
-constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
-constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int FILTER_BLOCK = 64 * 128;  // bytes between blocks of 64 columns: of a data gradient, or SWAPPED
+constexpr int SLAB_ROWS = SWAPPED ? TILE_M : 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int OWN = TILE_N / CUT;  // columns of a tile that a block finishes
 static_assert(OWN * CUT == TILE_N && OWN % SLAB_COLUMNS == 0, "whole slabs");
 constexpr int CLASSES = SPREAD ? 4 : 1;
@@ -179,7 +182,7 @@ struct Layout {
 
 // Where a warpgroup's slabs lie.
 struct Place {
-    static constexpr int COUNT = BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+    static constexpr int COUNT = SWAPPED ? 1 : BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
@@ -190,10 +193,10 @@ struct Place {
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
+        return SWAPPED ? tile.row : tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
     __device__ __forceinline__ int column(const Tile& tile, int s) const {
-        return tile.column + s / BLOCKS * SLAB_COLUMNS;
+        return tile.column + (SWAPPED ? warpgroup : s / BLOCKS) * SLAB_COLUMNS;
     }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
@@ -244,7 +247,7 @@ struct Place {
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
 
-using Sum = float[BLOCKS][TILE_N / 2];
+using Sum = float[BLOCKS][ACCUMULATORS];
 
 #if CUT > 1
 #include "conv2d_hopper_cut.cuh"
@@ -261,7 +264,7 @@ using Sum = float[BLOCKS][TILE_N / 2];
 #endif
 
 // Of the sums of 64 columns those of the first or the second 32.
-DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] {
+DEVICE float (&half(float (&sum)[ACCUMULATORS], int which))[16] {
     return *reinterpret_cast<float(*)[16]>(sum + 16 * which);
 }
 
@@ -273,8 +276,9 @@ DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int 
     const bool speaks = threadIdx.x % 32 == 0;
     for (; step < end; ++step) {
         barrier_wait(at.filled(ring.index), ring.parity);
-        const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
-        const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
+        const u32 filters = at.stage(ring.index) + A_BYTES + (SWAPPED ? warpgroup * FILTER_BLOCK : 0);
+        const u64 a = operand(at.stage(ring.index) + (SWAPPED ? 0 : warpgroup * (ROWS * 128)));
+        const u64 b = operand(filters, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
         for (int k = FIRST; k < STEPS; ++k)
@@ -285,6 +289,8 @@ DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int 
                     multiply<ACROSS>(half(sum[i], k / 2), rows,
                                      b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP),
                                      step + k % 2);
+                else if constexpr (SWAPPED)
+                    multiply<false, ACROSS>(sum[i], b + operand_step(k * B_STEP), rows, step + k - FIRST);
                 else
                     multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k - FIRST);
             }
@@ -308,10 +314,17 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on; SWAPPED: of a warpgroup's, which they are
+// from.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+        if constexpr (SWAPPED) {
+            const int at = column + threadIdx.x % 128 / 32 * 16 + 8 * j + threadIdx.x % 32 / 4;
+            const float shift = at < columns ? bias[at] : 0.0f;
+            d[2 * j] += shift, d[2 * j + 1] += shift, d[2 * j + 4] += shift, d[2 * j + 5] += shift;
+            continue;
+        }
         const int at = column + 8 * j + threadIdx.x % 4 * 2;
         if (at < columns) {
             const float2 shift = *reinterpret_cast<const float2*>(bias + at);
@@ -333,7 +346,9 @@ using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a
 // What there is for a batch norm of a warpgroup's rows of a tile.
 DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
     if constexpr (SUMS) {
-        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * SUMS * place.p.columns;
+        constexpr int PATCHES = SWAPPED ? 1 : WARPGROUPS;  // of a tile, below each other
+        float* const to =
+            partial + i64(tile.rows(place.p) * PATCHES + place.warpgroup % PATCHES) * SUMS * place.p.columns;
 #pragma unroll
         for (int s = 0; s < Place::COUNT; s += BLOCKS)
             ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
@@ -362,11 +377,11 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         for (int i = 0; i < output.AT_ONCE; ++i) {
             const int first = (begin + i) / BLOCKS * SLAB_COLUMNS;
 #pragma unroll
-            for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+            for (int j = 0; j < (SWAPPED ? SLAB_ROWS : SLAB_COLUMNS); j += 16) {
                 float d[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
-                if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+                if (!MASKED && bias) add_bias(d, bias, SWAPPED ? place.column(tile, 0) : tile.column + first + j, place.p.columns);
                 put(d, output.buffer(i), j, thread, output.added());
             }
         }
@@ -385,7 +400,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
             for (int s = begin; s < begin + output.AT_ONCE; ++s) {
                 const int rows = place.p.classes[0].rows - place.row(tile, s);
                 if (s % BLOCKS == 0) tally.start();
-                tally.take<64, TAKEN>(output.buffer(s - begin), rows >= 64, [&](int i) { return i < rows; });
+                tally.take<SLAB_ROWS, TAKEN>(output.buffer(s - begin), rows >= SLAB_ROWS,
+                                             [&](int i) { return i < rows; });
                 if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
             }
         }

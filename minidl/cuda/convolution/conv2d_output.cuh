@@ -5,14 +5,16 @@
 
 #if DTYPE
 // Writes 16 x 16 results of a warp, accumulators of two blocks of 8 columns, to columns from j on of a slab of 64 rows
-// that holds the addend, if any; `thread` of the warpgroup.
+// that holds the addend, if any; `thread` of the warpgroup. SWAPPED: of 8 rows, to rows from j on, across.
 DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const u32 lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
-    const u32 place = slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16;
+    const u32 lane = thread % 32, begin = thread / 32 * 16;
+    const u32 row = SWAPPED ? j + lane / 16 * 8 + lane % 8 : begin + lane % 16;
+    const u32 chunk = SWAPPED ? begin / 8 + lane / 8 % 2 : j / 8 + lane / 16;
+    const u32 place = slab + row * 128 + (chunk ^ row % 8) * 16;
     u32 words[4];
     if (added) {
-        load_matrices(words, place);
+        load_matrices<SWAPPED != 0>(words, place);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float other[2];
@@ -26,7 +28,7 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
-    store_matrices(place, words);
+    store_matrices<SWAPPED != 0>(place, words);
 }
 #else
 DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
