@@ -20,14 +20,14 @@
 //           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
-// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each warpgroup's rows of the output go to partial
 // (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
 // (patches, columns), for the bias of the layer below.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of
 // the ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is
 // read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
-// of g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
+// of g*(x - mean) over these rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
 // y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
 // that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
@@ -42,6 +42,10 @@
 //
 // SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
 // copy it, as no box of the engine has such rows.
+//
+// SWAPPED, of 16-bit types: columns come first in the products, 64 of them for each warpgroup, and rows second: TILE_M
+// may be any multiple of 16, so that tiles fill the multiprocessors once. Results lie across in registers, and leave in
+// slabs of TILE_M rows.
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -58,15 +62,16 @@
 // depth of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
-// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the
-// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL; SLABS, output
-// buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED, SWAPPED; TILE_M x TILE_N, the tile of rows x columns;
+// STAGES of the pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL;
+// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column
 // tiles are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each, SWAPPED 64
+// columns; one thread
 // of another keeps the pipeline filled, across tiles too.
-// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
-// sends.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * SLAB_BYTES + 1024 bytes, and what a
+// cluster sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
 // where it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512
 // channels a quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output
@@ -376,12 +381,13 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int i = 0; i < output.AT_ONCE; ++i) {
             const int first = (begin + i) / BLOCKS * SLAB_COLUMNS;
+            const int column = SWAPPED ? place.column(tile, 0) : tile.column + first;
 #pragma unroll
             for (int j = 0; j < (SWAPPED ? SLAB_ROWS : SLAB_COLUMNS); j += 16) {
                 float d[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
-                if (!MASKED && bias) add_bias(d, bias, SWAPPED ? place.column(tile, 0) : tile.column + first + j, place.p.columns);
+                if (!MASKED && bias) add_bias(d, bias, SWAPPED ? column : column + j, place.p.columns);
                 put(d, output.buffer(i), j, thread, output.added());
             }
         }

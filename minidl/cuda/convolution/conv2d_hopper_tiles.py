@@ -350,7 +350,9 @@ def taken(
     where it names none."""
     if choice is None or len(choice.split) != 1:
         return None
-    able, known = ({tile.name: tile for tile in _all(conv, backward, device, code, how)} for how in (normalized > 0, False))
+    able, known = (
+        {tile.name: tile for tile in _all(conv, backward, device, code, how)} for how in (normalized > 0, False)
+    )
     if choice.tile in able:
         return able[choice.tile], choice.split[0]
     if choice.tile not in known:
