@@ -121,13 +121,15 @@ TILES = (
 # pixels by 44 %.
 SMALL = HopperTile(64, 64, 6, 1, 2, 0.17, 0.0, 0.1)
 # For what fills no more than one round of such blocks, each alone on its multiprocessor: products of 64 columns by any
-# multiple of eight rows, so that as many rows can be taken as leave no multiprocessor without a tile and none with two.
+# multiple of 16 rows, so that as many rows can be taken as leave no multiprocessor without a tile and none with two.
 # Their steps follow from those above: the longer of 0.58 ns for each 128 bytes of shared memory that are written or
 # read by a product, and of 97.7 bytes fetched in one.
 SWAPPED = (
     HopperTile(80, 64, 8, 1, 1, 0.19, 0.5, 0.3, swapped=1),
     HopperTile(96, 64, 8, 1, 1, 0.21, 0.5, 0.3, swapped=1),
     HopperTile(112, 64, 8, 1, 1, 0.23, 0.5, 0.3, swapped=1),
+    HopperTile(128, 64, 8, 1, 1, 0.25, 0.5, 0.3, swapped=1),
+    HopperTile(144, 64, 8, 1, 1, 0.27, 0.5, 0.3, swapped=1),
     HopperTile(160, 64, 7, 1, 1, 0.29, 0.5, 0.3, swapped=1),
     HopperTile(80, 128, 7, 1, 1, 0.29, 0.5, 0.3, swapped=1),
     HopperTile(96, 128, 7, 1, 1, 0.32, 0.5, 0.3, swapped=1),
