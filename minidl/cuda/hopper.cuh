@@ -276,8 +276,7 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_32_63                                                                                              \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define WGMMA_64_71 "%64, %65, %66, %67, %68, %69, %70, %71"
-#define WGMMA_64_79 WGMMA_64_71 ", %72, %73, %74, %75, %76, %77, %78, %79"
+#define WGMMA_64_79 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define WGMMA_64_95                                                                                              \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
     "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -327,13 +326,6 @@ template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
-                 : WGMMA_INPUTS);
-}
-
-template <bool B_ACROSS, bool A_ACROSS = false>
-DEVICE void multiply(float (&d)[72], u64 a, u64 b, int keep) {
-    asm volatile(WGMMA("144", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_71, "72", "73", "74", "75", "76")
-                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_4(64), WGMMA_4(68)
                  : WGMMA_INPUTS);
 }
 
@@ -426,7 +418,6 @@ DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
 #undef WGMMA_32_47
 #undef WGMMA_32_55
 #undef WGMMA_32_63
-#undef WGMMA_64_71
 #undef WGMMA_64_79
 #undef WGMMA_64_95
 #undef WGMMA_96_111

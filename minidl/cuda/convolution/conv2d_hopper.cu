@@ -390,6 +390,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
                 if (!MASKED && bias) add_bias(d, bias, SWAPPED ? column : column + j, place.p.columns);
                 put(d, output.buffer(i), j, thread, output.added());
             }
+            if (!MASKED) output.close(tile, begin + i, output.buffer(i));
         }
 #if MASKED
         output.share();
@@ -397,10 +398,10 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
             mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup, tile.column);
+            output.close(tile, s, output.buffer(s - begin));
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
 #endif
-        output.close(tile, group);
         if constexpr (STATISTICS) {
 #pragma unroll
             for (int s = begin; s < begin + output.AT_ONCE; ++s) {

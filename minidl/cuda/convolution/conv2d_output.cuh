@@ -57,7 +57,8 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 //   gather(to, barrier, tile, s)    with SPACED instead of load: copies by all threads of the warpgroup
 //   p.added                 whether there is an array to be added
 //
-// Slabs leave in groups: all of a tile where there are buffers for them, which then waits for nothing, else one by one.
+// Buffers are waited for in groups: for all slabs of a tile where there are as many, which then waits for nothing, else
+// one by one. Each slab leaves when it is written: the engine reads it while the next one is.
 template <class Place>
 struct Output {
     static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
@@ -108,7 +109,7 @@ struct Output {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) barrier_wait(place.filled(next.index + i), next.parity);
         } else {
-            if (speaks()) await_stores_read<SLABS / AT_ONCE - 1>();
+            if (speaks()) await_stores_read<SLABS - AT_ONCE>();
             if (SPREAD && cleared && speaks()) await_stores_read<0>();
             cleared = 0;
             warpgroup_sync(1 + warpgroup);
@@ -137,14 +138,13 @@ struct Output {
     // Before a thread reads of the group what others have written.
     __device__ __forceinline__ void share() const { warpgroup_sync(1 + warpgroup); }
 
-    // Stores a group, which all threads have written.
+    // Stores slab s, which all threads have written to a buffer.
     template <class Tile>
-    __device__ __forceinline__ void close(const Tile& tile, int group) {
+    __device__ __forceinline__ void close(const Tile& tile, int s, u32 from) const {
         fence_for_engine();
         warpgroup_sync(1 + warpgroup);
         if (speaks()) {
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) place.store(tile, group * AT_ONCE + i, buffer(i));
+            place.store(tile, s, from);
             commit_stores();
         }
     }
