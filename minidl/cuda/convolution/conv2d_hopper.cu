@@ -86,12 +86,13 @@
 // its own time whoever else multiplies.
 // Where a short launch's time goes: 1024-256 at 14x14 pixels, 32 images, 98 tiles of 128x128, takes 9.8 us on an H200,
 // of which 0.8 pass between two launches, 0.6 until the first stage is asked for, 1.6 until it has come, 5.2 with its
-// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. cuDNN, 8.2 us, has
-// tiles of 128 filters x 96 pixels there, one for each multiprocessor, in clusters of two; that is not built. Tried
-// without gain, over the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up
-// before they wait for the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the
-// wait is over when a block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt
-// out over groups of multiprocessors (2 %).
+// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. As 132 SWAPPED tiles
+// of 96x128 it takes 8.4 (cuDNN, which has such tiles in clusters of two, 7.9 to 8.3), 3x3 256-256 12.9 for 15.4. Slabs
+// that leave one by one in place of all at once spare 1 % of 97 short launches, 6 % at most. Tried without gain, over
+// the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up before they wait for
+// the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the wait is over when a
+// block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt out over groups of
+// multiprocessors (2 %).
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
 // second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
