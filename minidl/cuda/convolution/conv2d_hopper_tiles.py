@@ -122,8 +122,8 @@ TILES = (
 SMALL = HopperTile(64, 64, 6, 1, 2, 0.17, 0.0, 0.1)
 # For what fills no more than one round of such blocks, each alone on its multiprocessor: products of 64 columns by any
 # multiple of 16 rows, so that as many rows can be taken as leave few multiprocessors without a tile and none with two.
-# Steps and rest after 84 layers of networks and random shapes. Those of 96, 128 and 144 rows by 64 columns, and of 80 by
-# 128, were timed there as well: without them the fastest is 0.2 % slower.
+# Steps and rest after 84 layers of networks and random shapes. Others were timed there as well, of 96, 128 and 144 rows
+# by 64 columns and of 80 by 128: without them the fastest is 0.2 % slower.
 SWAPPED = (
     HopperTile(80, 64, 8, 1, 1, 0.23, 0.7, 0.3, swapped=1),
     HopperTile(112, 64, 8, 1, 1, 0.28, 0.7, 0.3, swapped=1),
