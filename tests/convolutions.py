@@ -16,6 +16,7 @@ from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.convolution.conv2d_plan import Convolution, convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
+from minidl.cuda.rows import DTYPE
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import conv2d as reference
 from tests.tolerance import assert_close, draw, draw_integers
@@ -410,7 +411,7 @@ def same_bits_by_every_tile(
     poison(monkeypatch)
     for backward in (False, True):
         found: dict[Any, list] = {}
-        for tile in each_tile(monkeypatch, case, backward, share):
+        for tile in each_tile(monkeypatch, case, backward, share, code=DTYPE[storage]):
             if backward:
                 more = {}, {"bias": dbias, "add": add}
                 made = [ops.conv2d_backward_data(dy, w, case.x, **some, **options) for some in more]

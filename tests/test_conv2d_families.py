@@ -212,6 +212,22 @@ def test_more_images_never_take_less_time():
             assert row == sorted(row) and row[0] < row[-1], (name, row)
 
 
+def test_swapped_tiles_are_for_one_round_of_blocks_in_16_bits():
+    """As ResNet-50's third stage is at 32 images: 132 tiles where others are 98."""
+
+    def swapped(images, filters=256, groups=1, **options):
+        w, places = (filters, 1, 1, 1024 // groups), ((1, 1), (0, 0), (1, 1))
+        conv = convolution("test", (images, 14, 14, 1024), w, *places, groups)
+        found = conv2d_hopper_tiles.candidates(conv, False, BUILT_IN["H200"], **options)
+        return {(tile.rows, tile.columns) for tile in found if tile in conv2d_hopper_tiles.SWAPPED}
+
+    assert swapped(32) == {(96, 128), (112, 128)} and swapped(33) == {(112, 128)} and not swapped(64)
+    assert len(swapped(1)) == len(conv2d_hopper_tiles.SWAPPED)
+    assert not swapped(32, code=0) and not swapped(32, normalized=True) and not swapped(32, groups=4)
+    for tile in conv2d_hopper_tiles.SWAPPED:
+        assert tile.rows % 16 == tile.columns % 64 == 0 and tile.patches == tile.resident == tile.parts == 1
+
+
 @pytest.mark.parametrize(("size", "stride", "kernel"), [(14, 2, 3), (28, 2, 1), (9, 3, 3), (15, 3, 2)])
 def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stride, kernel):
     """Tile by tile, as `within_class` of conv2d_hopper_tile.cuh looks up which of a class it is: those of blocks that

@@ -12,7 +12,7 @@ import pytest
 
 from minidl.cuda.convolution import conv2d_hopper, conv2d_walk
 from minidl.cuda.convolution.conv2d_family import Choice, kernel
-from minidl.cuda.convolution.conv2d_hopper_tiles import PAIRED, SMALL, TILES
+from minidl.cuda.convolution.conv2d_hopper_tiles import PAIRED, SMALL, SWAPPED, TILES
 from minidl.cuda.launch import observed
 from minidl.precision import bfloat16, float16, float32
 from minidl.shapes import ceil_div
@@ -42,7 +42,7 @@ CASES = [
     Case("stride-3-dilated", (2, 19, 20, 208), (96, 2, 4), stride=(3, 2), padding=(2, 1), dilation=(2, 3)),
 ]
 SINGLE = [Case("1x1", (3, 14, 13, 40), (56, 1, 1)), Case("3x3", (2, 9, 7, 72), (80, 3, 3), padding=(1, 1))]
-EVERY = pytest.mark.parametrize("tile", (*TILES, SMALL, PAIRED), ids=lambda tile: tile.name)
+EVERY = pytest.mark.parametrize("tile", (*TILES, SMALL, *SWAPPED, PAIRED), ids=lambda tile: tile.name)
 
 
 @pytest.mark.parametrize("code", [0, 1])

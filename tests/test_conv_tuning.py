@@ -108,7 +108,9 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_tiles_have_names_of_their_own():
-    gathering = [tile.name for tile in (*conv2d_hopper_tiles.TILES, *conv2d_halo.HALO_TILES)]
+    tiles = conv2d_hopper_tiles
+    gathered = *tiles.TILES, tiles.SMALL, *tiles.SWAPPED, tiles.PAIRED, tiles.ROOMY, *conv2d_halo.HALO_TILES
+    gathering = [tile.name for tile in gathered]
     weight = [tile.name for tile in (*conv2d_weight_tiles.TILES, conv2d_weight_grid.HALO)]
     assert len(set(gathering)) == len(gathering) and len(set(weight)) == len(weight)
 

@@ -434,7 +434,7 @@ def _planned_for(tile) -> dict:
         if code and kernel == 1 and tile in WHOLE:
             for parts in (2, 4) if backward else (1, 8):
                 launches += conv2d_hopper.plan(conv, code, backward, (c, 0), False, device, (tile, 1), parts=parts)
-        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts):
+        if tile in conv2d_hopper_tiles.candidates(conv, backward, device, parts=tile.parts, code=code):
             launches += conv2d_hopper.plan(conv, code, backward, (c, c), True, device, (tile, 1))
             if code and backward:
                 signed = {"masked": conv2d_hopper.SIGNED}
@@ -445,7 +445,7 @@ def _planned_for(tile) -> dict:
             strided = convolution("test", shape, filters, (2, 2), (kernel // 2,) * 2, (1, 1), 1)
             for one, how in itertools.product({conv, strided}, (1, 2)):
                 launches += conv2d_hopper.plan(one, code, False, (c, 0), False, device, (tile, 1), normalized=how)
-        if code == 1 and kernel == 3 and tile in (*WHOLE, conv2d_hopper_tiles.PAIRED):
+        if code == 1 and kernel == 3 and tile in (*WHOLE, *conv2d_hopper_tiles.SWAPPED, conv2d_hopper_tiles.PAIRED):
             # A last stage that begins early.
             tailed, more = convolution("test", (4, 16, 16, 112), (112, 3, 3, 112), pair, (1, 1), (1, 1), 1), {}
             if backward:

@@ -270,9 +270,13 @@ DEVICE constexpr u64 operand_step(int bytes) { return bytes >> 4; }
 #define WGMMA_0_31                                                                                              \
     "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, " \
     "%23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define WGMMA_32_39 "%32, %33, %34, %35, %36, %37, %38, %39"
+#define WGMMA_32_47 WGMMA_32_39 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define WGMMA_32_55 WGMMA_32_47 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define WGMMA_32_63                                                                                              \
     "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, " \
     "%53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define WGMMA_64_79 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define WGMMA_64_95                                                                                              \
     "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, " \
     "%85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
@@ -298,9 +302,37 @@ DEVICE void multiply(float (&d)[32], u64 a, u64 b, int keep) {
 }
 
 template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[40], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("80", WGMMA_0_31 ", " WGMMA_32_39, "40", "41", "42", "43", "44")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_4(32), WGMMA_4(36)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[48], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("96", WGMMA_0_31 ", " WGMMA_32_47, "48", "49", "50", "51", "52")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[56], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("112", WGMMA_0_31 ", " WGMMA_32_55, "56", "57", "58", "59", "60")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_4(48), WGMMA_4(52)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
 DEVICE void multiply(float (&d)[64], u64 a, u64 b, int keep) {
     asm volatile(WGMMA("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)
+                 : WGMMA_INPUTS);
+}
+
+template <bool B_ACROSS, bool A_ACROSS = false>
+DEVICE void multiply(float (&d)[80], u64 a, u64 b, int keep) {
+    asm volatile(WGMMA("160", WGMMA_0_31 ", " WGMMA_32_63 ", " WGMMA_64_79, "80", "81", "82", "83", "84")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48), WGMMA_16(64)
                  : WGMMA_INPUTS);
 }
 
@@ -382,7 +414,11 @@ DEVICE void multiply(float (&d)[128], const u32 (&a)[4], u64 b, int keep) {
 #undef WGMMA_SHAPE
 #undef WGMMA_ACROSS
 #undef WGMMA_0_31
+#undef WGMMA_32_39
+#undef WGMMA_32_47
+#undef WGMMA_32_55
 #undef WGMMA_32_63
+#undef WGMMA_64_79
 #undef WGMMA_64_95
 #undef WGMMA_96_111
 #undef WGMMA_112_127

@@ -20,14 +20,14 @@
 //           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
-// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each warpgroup's rows of the output go to partial
 // (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
 // (patches, columns), for the bias of the layer below.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of
 // the ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is
 // read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
-// of g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
+// of g*(x - mean) over these rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
 // y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
 // that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
@@ -42,6 +42,10 @@
 //
 // SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
 // copy it, as no box of the engine has such rows.
+//
+// SWAPPED, of 16-bit types: columns come first in the products, 64 of them for each warpgroup, and rows second: TILE_M
+// may be any multiple of 16, so that tiles fill the multiprocessors once. Results lie across in registers, and leave in
+// slabs of TILE_M rows.
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -58,15 +62,16 @@
 // depth of a tile.
 //
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, FLAT, SPREAD, STATISTICS, MASKED, NORMALIZED
-// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED; TILE_M x TILE_N, the tile of rows x columns; STAGES of the
-// pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL; SLABS, output
-// buffers per warpgroup; RESIDENT, blocks per multiprocessor.
+// (and with it SINGLE), SPACED, RELU, GROUPED, CUT, DIVIDED, SWAPPED; TILE_M x TILE_N, the tile of rows x columns;
+// STAGES of the pipeline; STEPS, products along the depth of a stage, fewer than four where the depth is less; TAIL;
+// SLABS, output buffers per warpgroup; RESIDENT, blocks per multiprocessor.
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column
 // tiles are counted first, so that blocks which share source pixels run together.
-// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each; one thread
+// Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each, SWAPPED 64
+// columns; one thread
 // of another keeps the pipeline filled, across tiles too.
-// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * 8192 + 1024 bytes, and what a cluster
-// sends.
+// Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * SLAB_BYTES + 1024 bytes, and what a
+// cluster sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
 // where it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512
 // channels a quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output
@@ -81,12 +86,13 @@
 // its own time whoever else multiplies.
 // Where a short launch's time goes: 1024-256 at 14x14 pixels, 32 images, 98 tiles of 128x128, takes 9.8 us on an H200,
 // of which 0.8 pass between two launches, 0.6 until the first stage is asked for, 1.6 until it has come, 5.2 with its
-// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. cuDNN, 8.2 us, has
-// tiles of 128 filters x 96 pixels there, one for each multiprocessor, in clusters of two; that is not built. Tried
-// without gain, over the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up
-// before they wait for the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the
-// wait is over when a block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt
-// out over groups of multiprocessors (2 %).
+// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. As 132 SWAPPED tiles
+// of 96x128 it takes 8.4 (cuDNN, which has such tiles in clusters of two, 7.9 to 8.3), 3x3 256-256 12.9 for 15.4. Slabs
+// that leave one by one in place of all at once spare 1 % of 97 short launches, 6 % at most. Tried without gain, over
+// the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up before they wait for
+// the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the wait is over when a
+// block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt out over groups of
+// multiprocessors (2 %).
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
 // second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
@@ -97,7 +103,7 @@
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
-constexpr int WARPGROUPS = TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
+constexpr int WARPGROUPS = SWAPPED ? TILE_N / 64 : TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
 // A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
 // whole warpgroup of them; of several blocks all threads have the same.
 constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
@@ -106,13 +112,16 @@ constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 regist
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)),
               "whole groups of 16 bits");
+static_assert(!SWAPPED || (DTYPE && !NORMALIZED && !GROUPED && PARTS == 1 && TILE_M % 16 == 0 && TILE_N % 64 == 0),
+              "blocks of 16 rows and 64 columns of 16 bits, whole");
 static_assert(!SPACED || (FLAT && BACKWARD && DTYPE), "rows in the order of pixels, of 16 bits");
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32);
-constexpr int ROWS = TILE_M / WARPGROUPS;  // of a warpgroup
-constexpr int BLOCKS = ROWS / 64;          // products along them
+constexpr int ROWS = SWAPPED ? TILE_M : TILE_M / WARPGROUPS;  // of a warpgroup
+constexpr int BLOCKS = SWAPPED ? 1 : ROWS / 64;               // products along them
+constexpr int ACCUMULATORS = (SWAPPED ? TILE_M : TILE_N) / 2;  // of a product
 constexpr int A_BYTES = TILE_M * 128, STAGE_BYTES = A_BYTES + TILE_N * 128;
-constexpr int FILTER_BLOCK = 64 * 128;  // data gradient: bytes between blocks of 64 columns
-constexpr int SLAB_ROWS = 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
+constexpr int FILTER_BLOCK = 64 * 128;  // bytes between blocks of 64 columns: of a data gradient, or SWAPPED
+constexpr int SLAB_ROWS = SWAPPED ? TILE_M : 64, SLAB_COLUMNS = DEPTH, SLAB_BYTES = SLAB_ROWS * 128;
 constexpr int OWN = TILE_N / CUT;  // columns of a tile that a block finishes
 static_assert(OWN * CUT == TILE_N && OWN % SLAB_COLUMNS == 0, "whole slabs");
 constexpr int CLASSES = SPREAD ? 4 : 1;
@@ -179,7 +188,7 @@ struct Layout {
 
 // Where a warpgroup's slabs lie.
 struct Place {
-    static constexpr int COUNT = BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
+    static constexpr int COUNT = SWAPPED ? 1 : BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
 
     const Layout& at;
     const Maps& maps;
@@ -190,10 +199,10 @@ struct Place {
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
     __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return tile.row + warpgroup * ROWS + s % BLOCKS * 64;
+        return SWAPPED ? tile.row : tile.row + warpgroup * ROWS + s % BLOCKS * 64;
     }
     __device__ __forceinline__ int column(const Tile& tile, int s) const {
-        return tile.column + s / BLOCKS * SLAB_COLUMNS;
+        return tile.column + (SWAPPED ? warpgroup : s / BLOCKS) * SLAB_COLUMNS;
     }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
@@ -244,7 +253,7 @@ struct Place {
 // Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
 constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
 
-using Sum = float[BLOCKS][TILE_N / 2];
+using Sum = float[BLOCKS][ACCUMULATORS];
 
 #if CUT > 1
 #include "conv2d_hopper_cut.cuh"
@@ -261,7 +270,7 @@ using Sum = float[BLOCKS][TILE_N / 2];
 #endif
 
 // Of the sums of 64 columns those of the first or the second 32.
-DEVICE float (&half(float (&sum)[TILE_N / 2], int which))[16] {
+DEVICE float (&half(float (&sum)[ACCUMULATORS], int which))[16] {
     return *reinterpret_cast<float(*)[16]>(sum + 16 * which);
 }
 
@@ -273,8 +282,9 @@ DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int 
     const bool speaks = threadIdx.x % 32 == 0;
     for (; step < end; ++step) {
         barrier_wait(at.filled(ring.index), ring.parity);
-        const u64 a = operand(at.stage(ring.index) + warpgroup * (ROWS * 128));
-        const u64 b = operand(at.stage(ring.index) + A_BYTES, ACROSS ? FILTER_BLOCK : 16);
+        const u32 filters = at.stage(ring.index) + A_BYTES + (SWAPPED ? warpgroup * FILTER_BLOCK : 0);
+        const u64 a = operand(at.stage(ring.index) + (SWAPPED ? 0 : warpgroup * (ROWS * 128)));
+        const u64 b = operand(filters, ACROSS ? FILTER_BLOCK : 16);
         product_fence();
 #pragma unroll
         for (int k = FIRST; k < STEPS; ++k)
@@ -285,6 +295,8 @@ DEVICE void multiply_stages(Sum& sum, const Layout& at, Ring<STAGES>& ring, int 
                     multiply<ACROSS>(half(sum[i], k / 2), rows,
                                      b + operand_step(ACROSS ? k * B_STEP : k / 2 * 32 * 128 + k % 2 * B_STEP),
                                      step + k % 2);
+                else if constexpr (SWAPPED)
+                    multiply<false, ACROSS>(sum[i], b + operand_step(k * B_STEP), rows, step + k - FIRST);
                 else
                     multiply<ACROSS>(sum[i], rows, b + operand_step(k * B_STEP), step + k - FIRST);
             }
@@ -308,10 +320,17 @@ DEVICE void accumulate(Sum& sum, const Layout& at, Ring<STAGES>& ring, int steps
     for (int i = 0; i < BLOCKS; ++i) settle(sum[i]);
 }
 
-// Adds the bias to accumulators of two blocks of 8 columns from `column` on.
+// Adds the bias to accumulators of two blocks of 8 columns from `column` on; SWAPPED: of a warpgroup's, which they are
+// from.
 DEVICE void add_bias(float (&d)[8], const float* bias, int column, int columns) {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
+        if constexpr (SWAPPED) {
+            const int at = column + threadIdx.x % 128 / 32 * 16 + 8 * j + threadIdx.x % 32 / 4;
+            const float shift = at < columns ? bias[at] : 0.0f;
+            d[2 * j] += shift, d[2 * j + 1] += shift, d[2 * j + 4] += shift, d[2 * j + 5] += shift;
+            continue;
+        }
         const int at = column + 8 * j + threadIdx.x % 4 * 2;
         if (at < columns) {
             const float2 shift = *reinterpret_cast<const float2*>(bias + at);
@@ -333,7 +352,9 @@ using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a
 // What there is for a batch norm of a warpgroup's rows of a tile.
 DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
     if constexpr (SUMS) {
-        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * SUMS * place.p.columns;
+        constexpr int PATCHES = SWAPPED ? 1 : WARPGROUPS;  // of a tile, below each other
+        float* const to =
+            partial + i64(tile.rows(place.p) * PATCHES + place.warpgroup % PATCHES) * SUMS * place.p.columns;
 #pragma unroll
         for (int s = 0; s < Place::COUNT; s += BLOCKS)
             ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
@@ -361,14 +382,16 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int i = 0; i < output.AT_ONCE; ++i) {
             const int first = (begin + i) / BLOCKS * SLAB_COLUMNS;
+            const int column = SWAPPED ? place.column(tile, 0) : tile.column + first;
 #pragma unroll
-            for (int j = 0; j < SLAB_COLUMNS; j += 16) {
+            for (int j = 0; j < (SWAPPED ? SLAB_ROWS : SLAB_COLUMNS); j += 16) {
                 float d[8];
 #pragma unroll
                 for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
-                if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
+                if (!MASKED && bias) add_bias(d, bias, SWAPPED ? column : column + j, place.p.columns);
                 put(d, output.buffer(i), j, thread, output.added());
             }
+            if (!MASKED) output.close(tile, begin + i, output.buffer(i));
         }
 #if MASKED
         output.share();
@@ -376,16 +399,17 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
             mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup, tile.column);
+            output.close(tile, s, output.buffer(s - begin));
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
 #endif
-        output.close(tile, group);
         if constexpr (STATISTICS) {
 #pragma unroll
             for (int s = begin; s < begin + output.AT_ONCE; ++s) {
                 const int rows = place.p.classes[0].rows - place.row(tile, s);
                 if (s % BLOCKS == 0) tally.start();
-                tally.take<64, TAKEN>(output.buffer(s - begin), rows >= 64, [&](int i) { return i < rows; });
+                tally.take<SLAB_ROWS, TAKEN>(output.buffer(s - begin), rows >= SLAB_ROWS,
+                                             [&](int i) { return i < rows; });
                 if (s % BLOCKS == LAST) found[s / BLOCKS] = tally.result();
             }
         }

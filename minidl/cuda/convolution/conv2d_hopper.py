@@ -204,7 +204,7 @@ def plan(
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         defines["TAIL"] = 0 if normalized else tail_of(conv, backward, code)
         tiles = int(problem["tiles"][0])
-        patches = tiles // (int(problem["tiles_n"][0]) * tile.parts) * tile.warpgroups
+        patches = tiles // (int(problem["tiles_n"][0]) * tile.parts) * tile.patches
         grid = blocks(tiles, share, group)
         rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tiles
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, *rest))

@@ -57,7 +57,7 @@ DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>
     constexpr int STEP = SIGNED ? SIGN_ROW : 128;
     if constexpr (SIGNED)
         y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(column) +
-            s / BLOCKS * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
+            (SWAPPED ? warpgroup : s / BLOCKS) * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)

@@ -26,7 +26,7 @@ from minidl.cuda.convolution.conv2d_walk import (
 from minidl.cuda.device import BUILT_IN, DeviceRecord
 from minidl.shapes import ceil_div
 
-SLAB = 64  # rows of an output buffer, of 128 bytes
+SLAB = 64  # columns of an output buffer of 16-bit values, and rows unless swapped
 BARRIERS, AFFINE, ATOM = 256, 512, 1024  # bytes: of barriers, of what a stage's channels need to be normalised
 
 
@@ -39,6 +39,7 @@ class HopperTile(NamedTuple):
             measured on an H200 over the layers of ResNet-50, VGG-16 and U-Net and over 50 other shapes in bfloat16.
         sums: what of these it takes besides to take sums of what it writes.
         parts: the macro CUT, blocks that share the depth of a tile.
+        swapped: the macro SWAPPED, whether columns come first in the product.
     """
 
     rows: int
@@ -50,12 +51,14 @@ class HopperTile(NamedTuple):
     rest: float
     sums: float
     parts: int = 1
+    swapped: int = 0
 
     @property
     def name(self) -> str:
-        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor, ``/2`` for two parts."""
+        """Among all tiles: ``128x256x4``, with ``*2`` for two blocks on a multiprocessor, ``/2`` for two parts, ``T``
+        for a swapped one."""
         beside, parts = f"*{self.resident}" * (self.resident > 1), f"/{self.parts}" * (self.parts > 1)
-        return f"{self.rows}x{self.columns}x{self.stages}{beside}{parts}"
+        return f"{self.rows}x{self.columns}x{self.stages}{beside}{parts}{'T' * self.swapped}"
 
     @property
     def own(self) -> int:
@@ -69,8 +72,18 @@ class HopperTile(NamedTuple):
 
     @property
     def warpgroups(self) -> int:
-        """That share the rows."""
-        return {64: 1, 192: 3}.get(self.rows, 2)
+        """That share the rows, or the columns of a swapped tile."""
+        return self.columns // SLAB if self.swapped else {64: 1, 192: 3}.get(self.rows, 2)
+
+    @property
+    def patches(self) -> int:
+        """Of its rows, those whose sums are taken apart."""
+        return 1 if self.swapped else self.warpgroups
+
+    @property
+    def slab(self) -> int:
+        """Rows of an output buffer, of 128 bytes."""
+        return self.rows if self.swapped else SLAB
 
     @property
     def threads(self) -> int:
@@ -80,13 +93,13 @@ class HopperTile(NamedTuple):
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
         beside = BARRIERS + AFFINE * self.stages if normalized else ATOM
         sent = (self.parts - 1) * self.rows * self.own * 4
-        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * SLAB) + sent + beside
+        return STAGE_ROW * (self.stages * self.fetched + self.warpgroups * self.slabs * self.slab) + sent + beside
 
     @property
     def defines(self) -> dict[str, int]:
         return {
             "TILE_M": self.rows, "TILE_N": self.columns, "STAGES": self.stages, "SLABS": self.slabs,
-            "RESIDENT": self.resident, "CUT": self.parts,
+            "RESIDENT": self.resident, "CUT": self.parts, "SWAPPED": self.swapped,
         }  # fmt: skip
 
 
@@ -107,6 +120,17 @@ TILES = (
 # images 8.3 us for 9.7), but taken by the model where it is slower, too: 1432-464, 1x1 with a stride of two, at 93x92
 # pixels by 44 %.
 SMALL = HopperTile(64, 64, 6, 1, 2, 0.17, 0.0, 0.1)
+# For what fills no more than one round of such blocks, each alone on its multiprocessor: products of 64 columns by any
+# multiple of 16 rows, so that as many rows can be taken as leave few multiprocessors without a tile and none with two.
+# Steps and rest after 84 layers of networks and random shapes. Others were timed there as well, of 96, 128 and 144 rows
+# by 64 columns and of 80 by 128: without them the fastest is 0.2 % slower.
+SWAPPED = (
+    HopperTile(80, 64, 8, 1, 1, 0.23, 0.7, 0.3, swapped=1),
+    HopperTile(112, 64, 8, 1, 1, 0.28, 0.7, 0.3, swapped=1),
+    HopperTile(160, 64, 7, 1, 1, 0.35, 0.7, 0.3, swapped=1),
+    HopperTile(96, 128, 7, 1, 1, 0.35, 0.9, 0.3, swapped=1),
+    HopperTile(112, 128, 6, 1, 1, 0.375, 0.9, 0.3, swapped=1),
+)
 # The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks.
 PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
@@ -141,12 +165,12 @@ LONGEST = 150.0  # microseconds that a block should last: what comes beside it w
 
 
 def candidates(
-    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False, parts: int = 1
+    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False, parts: int = 1, code: int = 1
 ) -> list[HopperTile | HaloTile]:
     """Every tile that can do a convolution that the family takes, with its depth in so many parts.
 
-    One that normalises its input needs the registers of a multiprocessor for itself. All tiles of as many parts add up
-    alike, to the bit.
+    One that normalises its input needs the registers of a multiprocessor for itself, swapped ones are for 16-bit types.
+    All tiles of as many parts add up alike, to the bit.
     """
     tiles = TILES
     if work(conv, backward, SMALL)[0] <= SMALL.resident * _WORKERS:
@@ -159,6 +183,8 @@ def candidates(
     if conv.groups > 1:
         group = group_columns_of(conv, backward)
         return [tile for tile in tiles if group % tile.columns == 0]
+    if code and not normalized:
+        tiles = *tiles, *(tile for tile in SWAPPED if work(conv, backward, tile)[0] <= _WORKERS)
     return [*tiles, *(tile for tile in HALO_TILES if halo_applies(conv, backward, tile, device))]
 
 
@@ -270,9 +296,8 @@ def choose(
 
     ``parts``: those of the depth; None: as many as `parts_of` says.
     """
-    among = candidates(
-        conv, backward, device, normalized > 0, parts_of(conv, backward, code) if parts is None else parts
-    )
+    parts = parts_of(conv, backward, code) if parts is None else parts
+    among = candidates(conv, backward, device, normalized > 0, parts, code)
     tile = min(among, key=lambda tile: microseconds(conv, backward, tile, device, code, normalized, sums)[1])
     return tile, _share(conv, backward, tile, device, code)
 
@@ -281,7 +306,7 @@ def choose(
 def parts_of(conv: Convolution, backward: bool, code: int) -> int:
     """Into how many parts the depth of a convolution is cut, whatever is fused into it and on every device."""
     device = BUILT_IN["H200"]
-    among = [tile for parts in PARTS for tile in candidates(conv, backward, device, parts=parts)]
+    among = _all(conv, backward, device, code)
     return min(among, key=lambda tile: microseconds(conv, backward, tile, device, code)[1]).parts
 
 
@@ -305,7 +330,7 @@ def _share(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, devic
 
 def options(conv: Convolution, backward: bool, device: DeviceRecord, code: int = 1) -> list[Choice]:
     """What a tuner may try: each tile, first what `choose` says."""
-    tiles = choose(conv, backward, device, code)[0], *_all(conv, backward, device)
+    tiles = choose(conv, backward, device, code)[0], *_all(conv, backward, device, code)
     return [Choice("hopper", tile.name, (_share(conv, backward, tile, device, code),)) for tile in dict.fromkeys(tiles)]
 
 
@@ -323,7 +348,9 @@ def taken(
     where it names none."""
     if choice is None or len(choice.split) != 1:
         return None
-    able, known = ({tile.name: tile for tile in _all(conv, backward, device, how)} for how in (normalized > 0, False))
+    able, known = (
+        {tile.name: tile for tile in _all(conv, backward, device, code, how)} for how in (normalized > 0, False)
+    )
     if choice.tile in able:
         return able[choice.tile], choice.split[0]
     if choice.tile not in known:
@@ -332,6 +359,6 @@ def taken(
 
 
 def _all(
-    conv: Convolution, backward: bool, device: DeviceRecord, normalized: bool = False
+    conv: Convolution, backward: bool, device: DeviceRecord, code: int, normalized: bool = False
 ) -> list[HopperTile | HaloTile]:
-    return [tile for parts in PARTS for tile in candidates(conv, backward, device, normalized, parts)]
+    return [tile for parts in PARTS for tile in candidates(conv, backward, device, normalized, parts, code)]

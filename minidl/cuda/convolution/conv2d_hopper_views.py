@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, HopperTile
+from minidl.cuda.convolution.conv2d_hopper_tiles import HopperTile
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import (
     CLASSES,
@@ -59,11 +59,11 @@ def views_of(
     def pixels(kind: int, inner: int, pixel: int, box: int, h: Walk, w: Walk) -> View:
         height, width = (conv.height, conv.width) if backward else (conv.out_height, conv.out_width)
         if not spread:
-            return View(kind, (inner, conv.images * height * width), (pixel,), (box, SLAB))
+            return View(kind, (inner, conv.images * height * width), (pixel,), (box, tile.slab))
         apart = w.spread * pixel, h.spread * width * pixel, height * width * pixel
         offset = (h.start * width + w.start) * pixel
         sizes, none = (inner, w.count, h.count, conv.images), (0, 0)
-        return View(kind, sizes, apart, (box, SLAB), (none, none), (1, 1), offset)
+        return View(kind, sizes, apart, (box, tile.slab), (none, none), (1, 1), offset)
 
     def output(h: Walk, w: Walk, pitch: int) -> View:
         return pixels(code, columns, pitch * itemsize, channels, h, w)

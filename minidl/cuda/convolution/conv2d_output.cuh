@@ -5,14 +5,16 @@
 
 #if DTYPE
 // Writes 16 x 16 results of a warp, accumulators of two blocks of 8 columns, to columns from j on of a slab of 64 rows
-// that holds the addend, if any; `thread` of the warpgroup.
+// that holds the addend, if any; `thread` of the warpgroup. SWAPPED: of 8 rows, to rows from j on, across.
 DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     // Lane i holds the address of row i % 8 of matrix i / 8: upper and lower 8 rows, then the next 8 columns.
-    const u32 lane = thread % 32, row = thread / 32 * 16 + lane % 16, chunk = lane / 16;
-    const u32 place = slab + row * 128 + ((j / 8 + chunk) ^ row % 8) * 16;
+    const u32 lane = thread % 32, begin = thread / 32 * 16;
+    const u32 row = SWAPPED ? j + lane / 16 * 8 + lane % 8 : begin + lane % 16;
+    const u32 chunk = SWAPPED ? begin / 8 + lane / 8 % 2 : j / 8 + lane / 16;
+    const u32 place = slab + row * 128 + (chunk ^ row % 8) * 16;
     u32 words[4];
     if (added) {
-        load_matrices(words, place);
+        load_matrices<SWAPPED != 0>(words, place);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             float other[2];
@@ -26,7 +28,7 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(d[2 * i], d[2 * i + 1]);
-    store_matrices(place, words);
+    store_matrices<SWAPPED != 0>(place, words);
 }
 #else
 DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
@@ -55,7 +57,8 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 //   gather(to, barrier, tile, s)    with SPACED instead of load: copies by all threads of the warpgroup
 //   p.added                 whether there is an array to be added
 //
-// Slabs leave in groups: all of a tile where there are buffers for them, which then waits for nothing, else one by one.
+// Buffers are waited for in groups: for all slabs of a tile where there are as many, which then waits for nothing, else
+// one by one. Each slab leaves when it is written: the engine reads it while the next one is.
 template <class Place>
 struct Output {
     static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
@@ -106,7 +109,7 @@ struct Output {
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) barrier_wait(place.filled(next.index + i), next.parity);
         } else {
-            if (speaks()) await_stores_read<SLABS / AT_ONCE - 1>();
+            if (speaks()) await_stores_read<SLABS - AT_ONCE>();
             if (SPREAD && cleared && speaks()) await_stores_read<0>();
             cleared = 0;
             warpgroup_sync(1 + warpgroup);
@@ -135,14 +138,13 @@ struct Output {
     // Before a thread reads of the group what others have written.
     __device__ __forceinline__ void share() const { warpgroup_sync(1 + warpgroup); }
 
-    // Stores a group, which all threads have written.
+    // Stores slab s, which all threads have written to a buffer.
     template <class Tile>
-    __device__ __forceinline__ void close(const Tile& tile, int group) {
+    __device__ __forceinline__ void close(const Tile& tile, int s, u32 from) const {
         fence_for_engine();
         warpgroup_sync(1 + warpgroup);
         if (speaks()) {
-#pragma unroll
-            for (int i = 0; i < AT_ONCE; ++i) place.store(tile, group * AT_ONCE + i, buffer(i));
+            place.store(tile, s, from);
             commit_stores();
         }
     }
