@@ -3,7 +3,8 @@
 // in either direction, from the one copy of the matrix. Which output features are a unit says an order (csb_order.py).
 //
 // Gathered features are sorted by their remainder by 4, then by number, and cut into four runs: lanes t of a quarter
-// read run t, an eight takes two of each. So four lanes that read x at once mostly have four remainders.
+// read run t, an eight takes two of each. So four lanes that read x at once have four remainders, unless one remainder
+// has more features than a run.
 //
 //   indptr, indices   as in csb.cuh;  values (nnz)                                       float32
 //   order     csb_order.py; null: features stay as they lie                              int32
@@ -88,8 +89,11 @@ csb_tiles_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
                 rank += __popc(mask[w] & (lower | before));
             }
             s.position[unit][k] = static_cast<u8>(put(rank, k));
+            // What fills up the last run is read at the same time, from the same place, and multiplied by zeros.
+            const int apart = count < run ? count : run;
+            for (int r = rank + apart; r < 8 * eights; r += apart)
+                if (r >= count) put(r, k);
         }
-        if (count + k < 8 * eights) put(count + k, (count + k) / run);  // multiplied by zeros
     }
     for (int i = thread; i < UNITS * MOST_GROUPS * 16; i += RANGE) {
         const int unit = i / (MOST_GROUPS * 16), chunk = i % (MOST_GROUPS * 16);
