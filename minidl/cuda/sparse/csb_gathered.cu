@@ -45,8 +45,8 @@ constexpr int NOTES = 4 * (2 * UNITS + 4);  // bytes per stage: each unit's tile
 // Chunk c of a line lies at place c ^ this.
 DEVICE int swizzle(int line) { return FEATURES_LAST ? line % 8 : line % 4 * 2; }
 
-// Bytes of a list: numbers of summed features, a byte each, then tiles.
-DEVICE u32 columns_bytes(u32 groups) { return (8 * groups + 15) & ~15u; }
+// Bytes of the numbers of summed features, before the tiles.
+DEVICE u32 columns_bytes(u32 fours) { return ((fours + 1) / 2 * 8 + 15) & ~15u; }
 
 // ---- what the fetching warps do
 
@@ -76,14 +76,14 @@ struct Fetch {
     u32 shared, notes, full, empty;
     Ring<STAGES> ring;
 
-    // One part of one tile; `groups`: eights of this lane's unit; `ends`: it is the tile's last. All fetching warps take
+    // One part of one tile; `fours` of this lane's unit; `ends`: it is the tile's last. All fetching warps take
     // the same decisions.
-    __device__ __forceinline__ void part(const unsigned char* __restrict__ tiles, u32 groups, i64 unit,
+    __device__ __forceinline__ void part(const unsigned char* __restrict__ tiles, u32 fours, i64 unit,
                                          const float* __restrict__ x, const Problem& p, i64 sample, int step, bool ends) {
         const int lane = threadIdx.x % 32;
-        u32 todo = __ballot_sync(0xffffffffu, groups > 0);
+        u32 todo = __ballot_sync(0xffffffffu, fours > 0);
         do {
-            const u32 size = todo >> lane & 1 ? columns_bytes(groups) + TILE * groups : 0;
+            const u32 size = todo >> lane & 1 ? columns_bytes(fours) + (fours + 1) / 2 * TILE : 0;
             u32 sum = size;
 #pragma unroll
             for (int further = 1; further < 32; further *= 2) {
@@ -98,7 +98,7 @@ struct Fetch {
                 const bool mine = taken >> lane & 1;
                 const u32 total = __reduce_max_sync(0xffffffffu, mine ? sum : 0);
                 const u32 note = notes + ring.index * NOTES;
-                if (lane < 2 * UNITS) store_word(note + 4 * lane, mine ? (X_BYTES + sum - size) << 8 | groups : 0);
+                if (lane < 2 * UNITS) store_word(note + 4 * lane, mine ? (X_BYTES + sum - size) << 8 | fours : 0);
                 if (lane == 0) store_word(note + 8 * UNITS, ends && todo == 0);
                 __syncwarp();
                 if (lane == 0) barrier_expect(barrier, total);
@@ -138,20 +138,27 @@ DEVICE void split(u32& head, u32& rest, float value) {
     rest = __float_as_uint(value - __uint_as_float(head)) + (ROUNDED ? 0x1000 : 0);
 }
 
-// d += a b: 16 samples x 8 summed features times 8 summed x 8 output features.
+// d += a b: 16 samples x DEPTH summed features times as many x 8 output features.
+template <int DEPTH>
 DEVICE void multiply_add(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-    asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    if constexpr (DEPTH == 8)
+        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(b[0]));
 }
 
-// Fragments of 32 samples, those of plane or lines `v`: two of 16 for the instruction. Lane 4 g + t has summed features
-// t and t + 4 of the eight, whose lines or columns begin at `from`. Features last: samples g, g + 8, then g + 16 and
-// g + 24; first: 4 g to 4 g + 3.
+// Fragments of 32 samples, those of plane or lines `v`: two of 16 for the instruction. Lane 4 g + t has summed feature t
+// of each four, whose line or column begins at `from`. Features last: samples g, g + 8, then g + 16 and g + 24; first:
+// 4 g to 4 g + 3.
+template <int DEPTH>
 DEVICE void load_x(float (&values)[2][4], const u32 (&from)[2], int v) {
 #pragma unroll
-    for (int k = 0; k < 2; ++k) {
+    for (int k = 0; k < DEPTH / 4; ++k) {
 #if FEATURES_LAST
 #pragma unroll
         for (int s = 0; s < 4; ++s)
@@ -166,38 +173,45 @@ DEVICE void load_x(float (&values)[2][4], const u32 (&from)[2], int v) {
     }
 }
 
-DEVICE u32 place_of(u32 x, u32 column) {
+// Where this lane's samples of a summed feature begin.
+DEVICE u32 place_of(u32 x, u32 feature) {
     const u32 g = thread_again() % 32 / 4;
-    if (FEATURES_LAST) return x + column / 32 * PLANE + g * 128 + (column % 32 * 4 ^ g << 4);
-    return x + column * 128 + (column % 4 * 32 ^ g << 4);
+    if (FEATURES_LAST) return x + feature / 32 * PLANE + g * 128 + (feature % 32 * 4 ^ g << 4);
+    return x + feature * 128 + (feature % 4 * 32 ^ g << 4);
 }
 
-DEVICE void multiply(float (&sum)[2 * VEC][4], u32 list, u32 groups, u32 x) {
-    const u32 lane = thread_again() % 32;
-    u32 columns = list + lane % 4, tile = list + columns_bytes(groups) + 8 * lane;
-#pragma unroll 1
-    for (; groups > 0; --groups, columns += 8, tile += TILE) {
-        const u32 from[2] = {place_of(x, load_byte(columns)), place_of(x, load_byte(columns + 4))};
-        float weights[2];
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(weights[0]), "=f"(weights[1]) : "r"(tile));
-        u32 head[2], rest[2];
+// A tile, of eight summed features or of four: numbers of its summed features and weights.
+template <int DEPTH>
+DEVICE void multiply_tile(float (&sum)[2 * VEC][4], u32 numbers, u32 tile, u32 x) {
+    u32 from[2] = {place_of(x, load_byte(numbers)), 0};
+    if (DEPTH == 8) from[1] = place_of(x, load_byte(numbers + 4));
+    float weights[2];
+    asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(weights[0]), "=f"(weights[1]) : "r"(tile));
+    u32 head[2], rest[2];
 #pragma unroll
-        for (int k = 0; k < 2; ++k) split<true>(head[k], rest[k], weights[k]);
+    for (int k = 0; k < 2; ++k) split<true>(head[k], rest[k], weights[k]);
 #pragma unroll
-        for (int v = 0; v < VEC; ++v) {
-            float values[2][4];
-            load_x(values, from, v);
-            u32 heads[2][4], rests[2][4];
+    for (int v = 0; v < VEC; ++v) {
+        float values[2][4] = {};
+        load_x<DEPTH>(values, from, v);
+        u32 heads[2][4], rests[2][4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i) split<false>(heads[i / 4][i % 4], rests[i / 4][i % 4], values[i / 4][i % 4]);
+        for (int i = 0; i < 8; ++i) split<false>(heads[i / 4][i % 4], rests[i / 4][i % 4], values[i / 4][i % 4]);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) multiply_add(sum[2 * v + i], rests[i], head);
+        for (int i = 0; i < 2; ++i) multiply_add<DEPTH>(sum[2 * v + i], rests[i], head);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) multiply_add(sum[2 * v + i], heads[i], rest);
+        for (int i = 0; i < 2; ++i) multiply_add<DEPTH>(sum[2 * v + i], heads[i], rest);
 #pragma unroll
-            for (int i = 0; i < 2; ++i) multiply_add(sum[2 * v + i], heads[i], head);
-        }
+        for (int i = 0; i < 2; ++i) multiply_add<DEPTH>(sum[2 * v + i], heads[i], head);
     }
+}
+
+DEVICE void multiply(float (&sum)[2 * VEC][4], u32 list, u32 fours, u32 x) {
+    const u32 lane = thread_again() % 32;
+    u32 numbers = list + lane % 4, tile = list + columns_bytes(fours) + 8 * lane;
+#pragma unroll 1
+    for (; fours > 1; fours -= 2, numbers += 8, tile += TILE) multiply_tile<8>(sum, numbers, tile, x);
+    if (TAILS && fours) multiply_tile<4>(sum, numbers, tile, x);
 }
 
 // Bias, ReLU, and the store of a unit's sums; `first`: its first place in the order.
@@ -259,7 +273,7 @@ DEVICE void write(float* __restrict__ y, float (&sum)[2 * VEC][4], const float* 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-csb_gathered_kernel(const unsigned char* __restrict__ tiles, const int* __restrict__ groups,
+csb_gathered_kernel(const unsigned char* __restrict__ tiles, const int* __restrict__ fours,
                     const int* __restrict__ order, const float* __restrict__ x, const float* __restrict__ bias,
                     float* __restrict__ y, const __grid_constant__ Problem p) {
     extern __shared__ __align__(128) unsigned char stages[];
@@ -279,7 +293,7 @@ csb_gathered_kernel(const unsigned char* __restrict__ tiles, const int* __restri
         Fetch fetch = {shared, notes, full, empty};
         const auto count_of = [&](int tile, int step) {
             const i64 unit = tile % p.tiles_down * (2 * UNITS) + lane;
-            return lane < 2 * UNITS && tile < p.tiles ? groups[unit * p.steps + step] : 0;
+            return lane < 2 * UNITS && tile < p.tiles ? fours[unit * p.steps + step] : 0;
         };
         u32 count = count_of(blockIdx.x, 0);
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {

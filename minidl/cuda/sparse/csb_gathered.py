@@ -20,6 +20,7 @@ from minidl.shapes import Pair, ceil_div
 PART, EIGHT = 128, 8  # summed features of a stage; of a tile, which has as many output features
 TILE_BYTES = EIGHT * (EIGHT * 4 + 1)  # with the numbers of its summed features
 CAPACITIES = (16384, 24576, 32768, 40960, 49152)  # bytes of tiles in a stage: few, as each is a variant
+TAILS = 1
 SLACK = 1.15  # room for more tiles than the mean
 
 _TILES = struct("", "rows columns across features steps")
@@ -31,20 +32,20 @@ applies = csb_rows.applies
 def tiles(
     indptr: Any, indices: Any, values: Any, order: Any, shape: Pair, side: int, transposed: bool, wide: int
 ) -> tuple[Any, Any]:
-    """(tiles, groups) of csb_tiles.cu; ``wide``: output features of a thread block."""
+    """(tiles, fours) of csb_tiles.cu; ``wide``: output features of a thread block."""
     features, depth = shape[::-1] if transposed else shape
     out, steps = ceil_div(features, wide), ceil_div(depth, PART)
     assert order is None or order.size >= out * wide, (order.shape, shape)
     units = out * wide // EIGHT
     made = empty((units, steps, PART // EIGHT * TILE_BYTES), np.uint8)
-    groups = empty((units, steps), np.int32)
+    fours = empty((units, steps), np.int32)
     problem = argument(
         _TILES, rows=shape[0], columns=shape[1], across=ceil_div(shape[1], side), features=features, steps=steps
     )
-    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide}
-    arrays = indptr, indices, values, order, made, groups
+    defines = {"SIDE": side, "TRANSPOSED": int(transposed), "OUT": wide, "TAILS": TAILS}
+    arrays = indptr, indices, values, order, made, fours
     launch("csb_tiles", "csb_tiles_kernel", out * steps, RANGE, *arrays, problem, defines=defines)
-    return made, groups
+    return made, fours
 
 
 def _ring(units: int, vec: int, density: float, device: DeviceRecord) -> tuple[int, int]:
@@ -74,7 +75,7 @@ def matmul(
 
 
 def multiply(
-    made: Any, groups: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool, units: int,
+    made: Any, fours: Any, order: Any, x: Any, y: Any, features_last: bool, bias: Any, relu: bool, units: int,
     vec: int, density: float,
 ) -> None:  # fmt: skip
     """The product of `tiles` made for so many warps of 16 output features; ``vec``: 32 samples of a thread block."""
@@ -85,15 +86,15 @@ def multiply(
     number = down * ceil_div(samples, 32 * vec)
     assert number < 2**31, y.shape
     problem = argument(
-        _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, steps=groups.shape[1],
+        _PROBLEM, x_pitch=pitch, samples=samples, features=features, depth=depth, steps=fours.shape[1],
         tiles_down=down, tiles=number, relu=relu,
     )  # fmt: skip
     capacity, stages = _ring(units, vec, density, device)
     wide = 2 if features_last else 4
-    defines = {"UNITS": units, "VEC": vec, "STAGES": stages, "CAPACITY": capacity, "FEATURES_LAST": int(features_last)}
+    defines = {"UNITS": units, "VEC": vec, "STAGES": stages, "CAPACITY": capacity, "FEATURES_LAST": int(features_last), "TAILS": TAILS}
     defines |= {"VEC_X": min(4, vector_width(x)), "VEC_Y": wide if y.shape[1] % wide == 0 else 1}
     shared = stages * (128 * PART * vec + capacity + 8 * (units + 2) + 16)
     grid = min(number, device.multiprocessors)
-    arrays = made, groups, order, x, bias, y
+    arrays = made, fours, order, x, bias, y
     threads = 32 * units + csb_rows.FETCHERS
     launch("csb_gathered", "csb_gathered_kernel", grid, threads, *arrays, problem, defines=defines, shared=shared)

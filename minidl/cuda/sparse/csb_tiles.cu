@@ -37,7 +37,7 @@ struct Shared {
 
 extern "C" __global__ void __launch_bounds__(RANGE, 1)
 csb_tiles_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices, const float* __restrict__ values,
-                 const int* __restrict__ order, u8* __restrict__ tiles, int* __restrict__ groups,
+                 const int* __restrict__ order, u8* __restrict__ tiles, int* __restrict__ fours,
                  const __grid_constant__ Problem p) {
     await_predecessor();
     __shared__ Shared s;
@@ -72,11 +72,11 @@ csb_tiles_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
         int count = 0;
 #pragma unroll
         for (int w = 0; w < WORDS; ++w) count += __popc(mask[w]);
-        const int eights = ceil_div(count, 8), run = 2 * eights;
-        if (k == 0) groups[i64(mine / UNIT + unit) * p.steps + step] = eights;
+        const int run = TAILS ? ceil_div(count, 4) : 2 * ceil_div(count, 8);
+        if (k == 0) fours[i64(mine / UNIT + unit) * p.steps + step] = run;
         u8* const columns = area_of(unit);
         const auto put = [&](int rank, int column) {
-            const int position = rank % run / 2 * 8 + rank % 2 * 4 + rank / run;
+            const int four = rank % run, position = four / 2 * 8 + four % 2 * 4 + rank / run;
             columns[position] = static_cast<u8>(column);
             return position;
         };
@@ -91,7 +91,7 @@ csb_tiles_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices
             s.position[unit][k] = static_cast<u8>(put(rank, k));
             // What fills up the last run is read at the same time, from the same place, and multiplied by zeros.
             const int apart = count < run ? count : run;
-            for (int r = rank + apart; r < 8 * eights; r += apart)
+            for (int r = rank + apart; r < 4 * run; r += apart)
                 if (r >= count) put(r, k);
         }
     }
