@@ -21,7 +21,15 @@ from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, argument, pixel_chu
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
-from minidl.cuda.sparse import csb_dots, csb_gathered, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
+from minidl.cuda.sparse import (
+    csb_dots,
+    csb_gathered,
+    csb_rows,
+    csb_sampled_hopper,
+    csb_skinny,
+    csb_skinny_hopper,
+    csb_tensor,
+)
 from minidl.cuda.sparse.csb_routes import Product, choose_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div

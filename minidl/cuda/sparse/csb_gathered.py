@@ -48,6 +48,11 @@ def tiles(
     return made, fours
 
 
+def tile_of(features: int, depth: int, samples: int, density: float, device: DeviceRecord) -> tuple[int, int]:
+    """(warps of 16 output features, 32s of samples) of a thread block: those of csb_rows.cu; it does not change bits."""
+    return csb_rows.choose_tile(features, depth, samples, density, True, device)[:2]
+
+
 def _ring(units: int, vec: int, density: float, device: DeviceRecord) -> tuple[int, int]:
     """(bytes of tiles in a stage, stages)."""
     eights = PART / EIGHT * (1 - (1 - density) ** EIGHT) + 0.5  # of a unit; rows and columns of one scale have most
@@ -64,13 +69,11 @@ def matmul(
     features_last: bool, bias: Any, relu: bool, order: Any = None,
 ) -> None:  # fmt: skip
     """Write the product to ``y``; x at any row pitch, nothing empty. ``order``: as `csb_matmul`."""
-    count, length, pitch = rows(x)
+    count, length, _ = rows(x)
     features, depth = shape[::-1] if transposed else shape
     samples, density = count if features_last else length, indices.size / (features * depth)
-    device = current_device()
-    units, vec = csb_rows.choose_tile(features, depth, samples, density, features_last, device)[:2]
-    wide = units * UNIT
-    made = tiles(indptr, indices, values, order, shape, side, transposed, wide)
+    units, vec = tile_of(features, depth, samples, density, current_device())
+    made = tiles(indptr, indices, values, order, shape, side, transposed, units * UNIT)
     multiply(*made, order, x, y, features_last, bias, relu, units, vec, density)
 
 
@@ -91,7 +94,14 @@ def multiply(
     )  # fmt: skip
     capacity, stages = _ring(units, vec, density, device)
     wide = 2 if features_last else 4
-    defines = {"UNITS": units, "VEC": vec, "STAGES": stages, "CAPACITY": capacity, "FEATURES_LAST": int(features_last), "TAILS": TAILS}
+    defines = {
+        "UNITS": units,
+        "VEC": vec,
+        "STAGES": stages,
+        "CAPACITY": capacity,
+        "FEATURES_LAST": int(features_last),
+        "TAILS": TAILS,
+    }
     defines |= {"VEC_X": min(4, vector_width(x)), "VEC_Y": wide if y.shape[1] % wide == 0 else 1}
     shared = stages * (128 * PART * vec + capacity + 8 * (units + 2) + 16)
     grid = min(number, device.multiprocessors)
