@@ -168,13 +168,11 @@ class Case:
         a = self.matrix.T if which == "backward_data" else self.matrix
         return a.route(self.n, features_last=last, split=split)
 
-    def floor_ms(self, which: str, split: str | None, route: str | None) -> float:
+    def floor_ms(self, which: str, split: str | None) -> float:
         """Of bytes and of multiply-adds, whichever takes longer."""
         size, dense = self.dtype.itemsize, 2 * self.m * self.k * self.n
         moved = size * self.n * (self.m + self.k) + (size + 2) * self.matrix.nnz
-        if route == "gathered":
-            flop = 2 * self.matrix.nnz * self.n / SPLIT_RATES["tf32x3"]
-        elif route == "split" or size == 2:
+        if split or size == 2:
             flop = dense / SPLIT_RATES.get(split, BF16_RATE)
         else:
             flop = 2 * self.matrix.nnz * self.n / SHARED_RATE
@@ -235,7 +233,7 @@ def rows_of(case: Case, budget: Budget, compare: bool, columns: bool) -> Iterato
                 yield {
                     "case": f"{case.name}/{100 * case.sparsity:g}%", "pass": which, "dtype": name,
                     "arm": "features-last" if last else "features-first", "ms": time.ms, "spread": time.spread,
-                    "floor_ms": case.floor_ms(which, split, taken), "peers": peers,
+                    "floor_ms": case.floor_ms(which, split if taken == "split" else None), "peers": peers,
                     "sparsity": case.sparsity, "shape": [case.m, case.k, case.n], "route": taken,
                     "error": case.error(which, last, split),
                 }  # fmt: skip

@@ -21,15 +21,7 @@ from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, argument, pixel_chu
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
-from minidl.cuda.sparse import (
-    csb_dots,
-    csb_gathered,
-    csb_rows,
-    csb_sampled_hopper,
-    csb_skinny,
-    csb_skinny_hopper,
-    csb_tensor,
-)
+from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
 from minidl.cuda.sparse.csb_routes import Product, choose_route
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -94,8 +86,6 @@ def csb_matmul(
     name = choose_route(product, current_device()) if depth else "generic"
     if name == "rows":
         csb_rows.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, order)
-    elif name == "gathered":
-        csb_gathered.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, order)
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":

@@ -9,7 +9,7 @@ import numpy as np
 
 from minidl.cuda.array import as_rows, empty, to_host
 from minidl.cuda.device import current_device
-from minidl.cuda.sparse import csb_gathered, csb_rows, csb_tensor
+from minidl.cuda.sparse import csb_rows, csb_tensor
 from minidl.cuda.sparse.csb import csb_expand
 from minidl.shapes import Pair, ceil_div, round_up
 
@@ -29,11 +29,6 @@ def parts_of(
     arrays = indptr, indices, values
     if route == "rows":
         return _rows(arrays, as_rows(x), shape, side, transposed, features_last, order)
-    if route == "gathered":
-        features, depth = shape[::-1] if transposed else shape
-        where = features, depth, x.shape[0 if features_last else 1], indices.size / (features * depth)
-        wide = csb_rows.UNIT * csb_gathered.tile_of(*where, current_device())[0]
-        return {"index decode": lambda: csb_gathered.tiles(*arrays, order, shape, side, transposed, wide)}, {}
     if route == "split":
         return {"index decode": lambda: csb_tensor.spread(*arrays, shape, side, transposed, split)}, {}
     if route == "dense":

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord
-from minidl.cuda.sparse import csb_gathered, csb_rows, csb_skinny, csb_tensor
+from minidl.cuda.sparse import csb_rows, csb_skinny, csb_tensor
 from minidl.shapes import Pair
 
-ROUTES = ("gathered", "split", "rows", "skinny", "dense", "generic")
+ROUTES = ("split", "rows", "skinny", "dense", "generic")
 
-# Density from which three narrower products of the expanded matrix beat those of what is not empty, and samples from
-# which either beats float32 products of its elements.
-SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.2, "bf16x3": 0.04}, 128
-DENSE_CONV_FROM = 0.07  # likewise of a convolution, which is never gathered
+# Density and samples from which three narrower products of the expanded matrix beat float32 ones of its elements.
+SPLIT_FROM, SPLIT_SAMPLES = {"tf32x3": 0.07, "bf16x3": 0.03}, 128
 
 _forced: ContextVar[str | None] = ContextVar("minidl_csb_route", default=None)
 
@@ -65,7 +63,6 @@ class Product(NamedTuple):
         """
         where = self.side, self.dtype, device
         return {
-            "gathered": self.split is not None and csb_gathered.applies(*where),
             "split": self.split is not None and csb_tensor.applies(*where),
             "rows": csb_rows.applies(*where),
             "skinny": self.features_last and csb_skinny.applies(*where, self.samples, self.depth),
@@ -83,9 +80,8 @@ def choose_route(product: Product, device: DeviceRecord) -> str:
     fits = product.fits(device)
     name = _forced.get()
     if name is None:
-        dense = product.density >= SPLIT_FROM.get(product.split, 0)
-        worth = {"gathered": not dense, "split": dense} if product.samples >= SPLIT_SAMPLES else {}
-        return next(r for r, fit in fits.items() if fit and (worth.get(r, r not in ("gathered", "split"))))
+        worth = product.density >= SPLIT_FROM.get(product.split, 0) and product.samples >= SPLIT_SAMPLES
+        return next(r for r, fit in fits.items() if fit and (r != "split" or worth))
     if not fits[name]:
         raise checks.bad_value("csb_matmul", "route", "one that can do this product on this device", name)
     return name
@@ -106,7 +102,7 @@ def choose_conv_route(side: int, dtype: Any, tf32: int, density: float, device: 
     """
     names, forced = conv_routes(side, dtype, tf32, device), _forced.get()
     if forced is None:
-        sparse = tf32 == 3 and density < DENSE_CONV_FROM
+        sparse = tf32 == 3 and density < SPLIT_FROM["tf32x3"]
         return names[1] if sparse else names[0]
     if forced not in names:
         raise checks.bad_value("csb_conv2d", "route", "one that can do this convolution on this device", forced)
