@@ -153,6 +153,8 @@ def main() -> None:
     parser.add_argument("--short", action="store_true", help="on a GPU: the first shapes only, in a minute")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2: a row's spread is taken between quartiles")
     rows = _on_gpu(args) if args.device == "cuda" else _on_cpu(args)
     for row in rows:
         row["ratio_to_best_peer"] = min(row["peers"].values()) / row["ms"]
