@@ -20,14 +20,15 @@
 //           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
-// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
-// (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
-// (patches, columns), for the bias of the layer below.
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of the output go to partial (patches, 2, columns), from
+// which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone, (patches, columns), for the
+// bias of the layer below. A patch are the rows that a warpgroup has of a chunk: tiles one below the other that a block
+// takes together, and adds up in their order.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of
 // the ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is
 // read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
-// of g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
+// of g*(x - mean) over patches go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
 // y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
 // that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
@@ -130,7 +131,7 @@ struct Maps {
 // j*step_w). Its tap (a, b) is moved from there by (offset_h + a*delta_h, offset_w + b*delta_w) and has the filter's
 // tap + a*tap_step_h + b*tap_step_w.
 struct Class {
-    int tiles, rows;  // tiles_m of it, and all of its rows
+    int chunks, rows;  // of tiles one below the other, and all of its rows
     int height, width;
     int first_h, first_w;
     int taps_h, taps_w;
@@ -139,7 +140,8 @@ struct Class {
 };
 
 struct Problem {
-    int tiles, share, group, tiles_n;
+    int tickets, share, group, tiles_n;  // a ticket for each chunk and column of tiles
+    int doublings;                       // of a chunk's tiles, from one on
     int columns, depth;
     int source_h, source_w;  // pixels of an image of the source
     int step_h, step_w;
@@ -330,15 +332,35 @@ struct Zeros {
 
 using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a lane has to write
 
-// What there is for a batch norm of a warpgroup's rows of a tile.
-DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
-    if constexpr (SUMS) {
-        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * SUMS * place.p.columns;
+// Where the sums of a warpgroup's rows of a tile go: it adds them to those of the tiles above in its chunk, which the
+// same lanes have written. (Kept in registers they would be in the way of products.)
+struct Patch {
+    const Place& place;
+    const Tile& tile;
+    float* partial;
+
+    // For each range of columns, what this lane writes; call(its number, its address).
+    template <class F>
+    __device__ __forceinline__ void for_ranges(F call) const {
+        const Problem& p = place.p;
+        float* const to = partial + i64(tile.chunk(p) * WARPGROUPS + place.warpgroup) * SUMS * p.columns;
+        const ColumnShare share;
 #pragma unroll
-        for (int s = 0; s < Place::COUNT; s += BLOCKS)
-            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
+        for (int i = 0; i < Place::COUNT / BLOCKS; ++i) {
+            const int column = place.column(tile, i * BLOCKS);
+            if (share.is_there(column, p.columns)) call(i, to + share.offset(column, p.columns));
+        }
     }
-}
+
+    __device__ __forceinline__ void load(Found& found) const {
+        if (!SUMS || tile.begins_chunk(place.p)) return;
+        for_ranges([&](int i, const float* from) { found[i] = *from; });
+    }
+
+    __device__ __forceinline__ void store(const Found& found) const {
+        if (SUMS) for_ranges([&](int i, float* to) { *to = found[i]; });
+    }
+};
 
 template <class Sums>
 DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
@@ -346,7 +368,8 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
     constexpr int TAKEN = 2;  // times 16 rows at once
-    Found found;
+    const Patch patch{place, tile, partial};
+    Found found, above = {};
     Tally tally;
 #if MASKED
     Masking masking;
@@ -356,6 +379,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
     for (int group = 0; group < output.GROUPS; ++group) {
         const int begin = group * output.AT_ONCE;
+        if (begin + output.AT_ONCE == Place::COUNT) patch.load(above);
         output.open(tile, group);
         const u32 thread = thread_again();
 #pragma unroll
@@ -391,7 +415,9 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
         }
         output.leave();
     }
-    leave_sums(place, tile, found, partial);
+#pragma unroll
+    for (int i = 0; i < Place::COUNT / BLOCKS; ++i) found[i] = above[i] + found[i];
+    patch.store(found);
 }
 
 // The first thread, of a block.
@@ -437,7 +463,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) give_registers<FILLS_MORE ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
-            deal(counter, p.tiles, p.share, p.group, [&](int number) { fill(at, maps, p, ring, number); });
+            deal(counter, p.tickets, p.share, p.group, [&](int number) { fill_chunk(at, maps, p, ring, number); });
         }
 #if NORMALIZED
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
@@ -465,7 +491,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
                         write(output, own, Zeros(), bias, partial, {moments, gamma, beta}, ring);
                     } else {
                         output.store_zeros(own);
-                        leave_sums(output.place, own, {}, partial);
+                        if (tile.begins_chunk(p)) Patch{output.place, own, partial}.store({});
                     }
                     continue;
                 }
