@@ -28,6 +28,8 @@ LABELS = 8  # that its last one has, at most, where it labels pixels and rather 
 # Windows of 3x3 make a value several times: they need large images. With 1024 filters of 1x1 it gains up to 3 % at
 # batch 256, but cost a step of ResNet-50 0.3 % at batch 32, and the choice is the same for both.
 CHEAP, MOST_PRODUCTS, LARGE = (0.1, 0.3), 9 * 64, 28 * 28
+# Masking a gradient under a max pooling: a read of what was pooled, for a pass over four arrays of that size.
+POOLED = (0.0, -0.2)
 
 
 class SiteCost(NamedTuple):
@@ -74,7 +76,7 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
         forward, backward = forward - 2, backward - 4
     # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
     # a bare ReLU for a read of that, by a pooling before it makes it large.
-    backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
+    backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes and "pooled" not in modes)
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
 
@@ -146,6 +148,8 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
 
 def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
     """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
+    if mode == "gradients" and site.pooled:
+        return POOLED
     return CHEAP if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site) else MODES[mode].costs
 
 
