@@ -116,14 +116,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, *modules: str) -> None:
         monkeypatch.setattr(module, "empty", poisoned)
 
 
-def each_tile(
-    monkeypatch: pytest.MonkeyPatch, case: Case, backward: bool, share: int, chunk: int = 1, **options: Any
-) -> Iterator[Any]:
+def each_tile(monkeypatch: pytest.MonkeyPatch, case: Case, backward: bool, share: int, **options: Any) -> Iterator[Any]:
     """Each tile of Hopper's that a case may be given, forced within the loop, twice: on the device as it is, and as if
-    it had two multiprocessors, so that other blocks compute the same, and several tiles each. ``chunk``: whose sums are
-    added up.
+    it had two multiprocessors, so that other blocks compute the same, and several tiles each.
     """
-    monkeypatch.setattr(conv2d_hopper, "chunk_of", lambda *_: chunk)
     devices = current_device(), dataclasses.replace(current_device(), multiprocessors=2)
     try:
         for tile in conv2d_hopper_tiles.candidates(plan_of(case), backward, current_device(), **options):

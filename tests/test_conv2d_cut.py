@@ -71,7 +71,7 @@ def test_clusters_are_whole_and_blocks_have_one_tile(case):
         whole = conv2d_hopper.plan(conv, 1, backward, pitches, False, device, (PAIRED._replace(parts=1), 1))
         cut = conv2d_hopper.plan(conv, 1, backward, pitches, False, device, (PAIRED, 3))
         for one, other in zip(cut, whole, strict=True):
-            assert one.grid == int(one.problem["tickets"][0]) == 2 * int(other.problem["tickets"][0])
+            assert one.grid == int(one.problem["tiles"][0]) == 2 * int(other.problem["tiles"][0])
             assert not one.several and one.patches == other.patches and one.defines["CUT"] == 2
 
 

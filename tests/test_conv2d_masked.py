@@ -122,16 +122,14 @@ def test_what_is_below_may_lie_at_a_pitch(forced_ops, case, storage, before, rng
             assert forced_ops.to_host(one).tobytes() == forced_ops.to_host(other).tobytes()
 
 
-@pytest.mark.parametrize(
-    ("joined", "added", "share", "chunk"), [(False, False, 1, 1), (True, True, 3, 2), (False, True, 1, 4)]
-)
+@pytest.mark.parametrize(("joined", "added", "share"), [(False, False, 1), (True, True, 3)])
 @cases(CASES)
-def test_with_every_tile(hopper, case, joined, added, share, chunk, rng, monkeypatch):
+def test_with_every_tile(hopper, case, joined, added, share, rng, monkeypatch):
     """Each part that is read has been written, and no matter by which block."""
     hosts = operands(rng, case, bfloat16, joined, added)
     poison(monkeypatch, "conv2d_hopper")
     found = {}
-    for tile in each_tile(monkeypatch, case, True, share, chunk):
+    for tile in each_tile(monkeypatch, case, True, share):
         found.setdefault(tile, []).append(check(hopper, case, *hosts))
     for tile, (one, other) in found.items():
         assert one == other, tile

@@ -60,12 +60,11 @@ struct ColumnShare {
         return column & 8 ? upper : lower;
     }
 
-    // Whether it writes of the slab whose columns begin at `from`, and where in (SUMS, columns). Not between slabs: the
-    // fence for the engine would wait for it.
-    __device__ __forceinline__ bool is_there(int from, int columns) const {
-        return second < SUMS && from + column < columns;
+    // Into `to` (SUMS, columns), for the slab whose columns begin at `from`. Not between slabs: the fence for the
+    // engine would wait for it.
+    __device__ __forceinline__ void write(float* to, float value, int from, int columns) const {
+        if (second < SUMS && from + column < columns) to[second * columns + from + column] = value;
     }
-    __device__ __forceinline__ int offset(int from, int columns) const { return second * columns + from + column; }
 };
 
 // Sums and sums of squares of what a warpgroup stores, column by column, of the rounded values: bfloat16 has eight

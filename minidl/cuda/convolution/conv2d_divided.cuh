@@ -65,7 +65,7 @@ conv2d_divided_kernel(const __grid_constant__ Maps maps, const float* __restrict
         if constexpr (SHIFT) give_registers<40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
-            fill_chunk(at, maps, p, ring, blockIdx.x);
+            fill(at, maps, p, ring, blockIdx.x);
         }
     } else {
         if constexpr (SHIFT) take_registers<232>();

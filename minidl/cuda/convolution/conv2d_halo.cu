@@ -423,9 +423,8 @@ DEVICE void write(Input& input, const Maps& maps, const Tile& tile, Sum& sum, co
         store_box(maps.output, input.place, tile.column, to.x, to.y, to.image);
         commit_stores();
     }
-    const ColumnShare share;
-    if (SUMS && inside.lines > 0 && share.is_there(tile.column, p.columns))
-        partial[i64(number) * SUMS * p.columns + share.offset(tile.column, p.columns)] = found;
+    if (SUMS && inside.lines > 0)
+        ColumnShare().write(partial + i64(number) * SUMS * p.columns, found, tile.column, p.columns);
 }
 #else
 #include "conv2d_halo_float.cuh"

@@ -20,15 +20,14 @@
 //           float32 filters that conv2d_turn.cu has turned to (K, taps, C), like forward
 //   output, add  (columns, pixels), tiled, DEPTH channels x 64 pixels; SPREAD: (columns, W, H, N) of a class's pixels,
 //           im2col
-// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of the output go to partial (patches, 2, columns), from
-// which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone, (patches, columns), for the
-// bias of the layer below. A patch are the rows that a warpgroup has of a chunk: tiles one below the other that a block
-// takes together, and adds up in their order.
+// With STATISTICS (bfloat16, not SPREAD) sums and sums of squares of each TILE_M / 2 rows of the output go to partial
+// (patches, 2, columns), from which batch_norm_merge.cu goes on; of a data gradient, of any 16-bit type, sums alone,
+// (patches, columns), for the bias of the layer below.
 //
 // MASKED, of a data gradient, or of the forward pass that is a transposed convolution's: it counts where the output of
 // the ReLU below was positive; 1: of a ReLU over a batch norm whose input x is read, 2: of any other, whose output y is
 // read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
-// of g*(x - mean) over patches go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
+// of g*(x - mean) over TILE_M / 2 rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
 // y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
 // that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
 //
@@ -41,8 +40,8 @@
 // that have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow
 // each other in its rows.
 //
-// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero. Those of
-// a slab's 64 rows follow each other in it, so that one box has them, at the beginning of the slab's buffer.
+// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero
+// (conv2d_hopper_spaced.cuh).
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -131,7 +130,7 @@ struct Maps {
 // j*step_w). Its tap (a, b) is moved from there by (offset_h + a*delta_h, offset_w + b*delta_w) and has the filter's
 // tap + a*tap_step_h + b*tap_step_w.
 struct Class {
-    int chunks, rows;  // of tiles one below the other, and all of its rows
+    int tiles, rows;  // tiles_m of it, and all of its rows
     int height, width;
     int first_h, first_w;
     int taps_h, taps_w;
@@ -140,8 +139,7 @@ struct Class {
 };
 
 struct Problem {
-    int tickets, share, group, tiles_n;  // a ticket for each chunk and column of tiles
-    int doublings;                       // of a chunk's tiles, from one on
+    int tiles, share, group, tiles_n;
     int columns, depth;
     int source_h, source_w;  // pixels of an image of the source
     int step_h, step_w;
@@ -155,6 +153,9 @@ struct Problem {
 };
 
 #include "conv2d_hopper_tile.cuh"
+#if SPACED
+#include "conv2d_hopper_spaced.cuh"
+#endif
 
 // Shared memory: stages, slabs of output per warpgroup, barriers.
 struct Layout {
@@ -181,11 +182,6 @@ struct Layout {
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
 
-// Pixels of even lines and columns before one of a class.
-DEVICE int spaced_before(const Class& c, const Pixel& at) {
-    return (at.image * ((c.height + 1) / 2) + (at.y + 1) / 2) * ((c.width + 1) / 2) + (at.y % 2 ? 0 : (at.x + 1) / 2);
-}
-
 // Where a warpgroup's slabs lie.
 struct Place {
     static constexpr int COUNT = BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
@@ -205,12 +201,12 @@ struct Place {
     }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        if constexpr (SPACED) {
-            const Class& c = p.classes[0];
-            load_box(to, maps.add[0], barrier, column(tile, s), spaced_before(c, Pixel(c, row(tile, s))));
-        } else {
-            load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
-        }
+#if SPACED
+        const Class& c = p.classes[0];
+        load_box(to, maps.add[0], barrier, column(tile, s), spaced_before(c, Pixel(c, row(tile, s))));
+#else
+        load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
+#endif
     }
 
     // The rows of slab s from `column` of a map on.
@@ -325,54 +321,13 @@ struct Zeros {
 
 using Found = float[Place::COUNT / BLOCKS];  // of each range of columns, what a lane has to write
 
-// Where the sums of a warpgroup's rows of a tile go: it adds them to those of the tiles above in its chunk, which the
-// same lanes have written. (Kept in registers they would be in the way of products.)
-struct Patch {
-    const Place& place;
-    const Tile& tile;
-    float* partial;
-
-    // For each range of columns, what this lane writes; call(its number, its address).
-    template <class F>
-    __device__ __forceinline__ void for_ranges(F call) const {
-        const Problem& p = place.p;
-        float* const to = partial + i64(tile.chunk(p) * WARPGROUPS + place.warpgroup) * SUMS * p.columns;
-        const ColumnShare share;
+// What there is for a batch norm of a warpgroup's rows of a tile.
+DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found, float* partial) {
+    if constexpr (SUMS) {
+        float* const to = partial + i64(tile.rows(place.p) * WARPGROUPS + place.warpgroup) * SUMS * place.p.columns;
 #pragma unroll
-        for (int i = 0; i < Place::COUNT / BLOCKS; ++i) {
-            const int column = place.column(tile, i * BLOCKS);
-            if (share.is_there(column, p.columns)) call(i, to + share.offset(column, p.columns));
-        }
-    }
-
-    __device__ __forceinline__ void load(Found& found) const {
-        if (!SUMS || tile.begins_chunk(place.p)) return;
-        for_ranges([&](int i, const float* from) { found[i] = *from; });
-    }
-
-    __device__ __forceinline__ void store(const Found& found) const {
-        if (SUMS) for_ranges([&](int i, float* to) { *to = found[i]; });
-    }
-};
-
-// Adds to a warpgroup's sums of a slab, `columns` of a block from one on, what its buffer has of every second pixel.
-template <int N>
-DEVICE void add_spaced(float (&sum)[N], int columns, u32 slab, const Place& place, int first_row) {
-    const Class& c = place.p.classes[0];
-    const u32 thread = thread_again(), lane = thread % 32;
-    const Pixel pixel(c, first_row + thread / 32 * 16 + lane % 16);
-    const u32 at = spaced_before(c, pixel) - spaced_before(c, Pixel(c, first_row));
-    const bool there = (pixel.y | pixel.x) % 2 == 0;
-#pragma unroll
-    for (int j = 0; j < SLAB_COLUMNS; j += 16) {
-        u32 words[4];
-        load_matrices(words, there ? slab + at * 128 + ((j / 8 + lane / 16) ^ at % 8) * 16 : place.at.zeros());
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            float other[2];
-            unpack_word(words[i], other);
-            sum[(columns + j) / 2 + 2 * i] += other[0], sum[(columns + j) / 2 + 2 * i + 1] += other[1];
-        }
+        for (int s = 0; s < Place::COUNT; s += BLOCKS)
+            ColumnShare().write(to, found[s / BLOCKS], place.column(tile, s), place.p.columns);
     }
 }
 
@@ -382,8 +337,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
     constexpr int TAKEN = 2;  // times 16 rows at once
-    const Patch patch{place, tile, partial};
-    Found found, above = {};
+    Found found;
     Tally tally;
 #if MASKED
     Masking masking;
@@ -393,14 +347,13 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
 #pragma unroll
     for (int group = 0; group < output.GROUPS; ++group) {
         const int begin = group * output.AT_ONCE;
-        if (begin + output.AT_ONCE == Place::COUNT) patch.load(above);
         output.open(tile, group);
 #if SPACED
         if (output.added()) {
 #pragma unroll
             for (int s = begin; s < begin + output.AT_ONCE; ++s)
-                add_spaced(sum[s % BLOCKS], s / BLOCKS * SLAB_COLUMNS, output.buffer(s - begin), place,
-                           place.row(tile, s));
+                add_spaced(sum[s % BLOCKS], s / BLOCKS * SLAB_COLUMNS / 2, place.p.classes[0], place.row(tile, s),
+                           output.buffer(s - begin), place.at.zeros());
             output.share();
         }
 #endif
@@ -438,9 +391,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
         }
         output.leave();
     }
-#pragma unroll
-    for (int i = 0; i < Place::COUNT / BLOCKS; ++i) found[i] = above[i] + found[i];
-    patch.store(found);
+    leave_sums(place, tile, found, partial);
 }
 
 // The first thread, of a block.
@@ -487,7 +438,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) give_registers<FILLS_MORE ? 56 : 40>();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
-            deal(counter, p.tickets, p.share, p.group, [&](int number) { fill_chunk(at, maps, p, ring, number); });
+            deal(counter, p.tiles, p.share, p.group, [&](int number) { fill(at, maps, p, ring, number); });
         }
 #if NORMALIZED
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
@@ -515,7 +466,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
                         write(output, own, Zeros(), bias, partial, {moments, gamma, beta}, ring);
                     } else {
                         output.store_zeros(own);
-                        if (tile.begins_chunk(p)) Patch{output.place, own, partial}.store({});
+                        leave_sums(output.place, own, {}, partial);
                     }
                     continue;
                 }

@@ -17,15 +17,7 @@ from minidl.cuda.array import as_rows, copy_into, empty
 from minidl.cuda.convolution.conv2d_divided import Division, divided
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_halo import HaloTile, plan_halo
-from minidl.cuda.convolution.conv2d_hopper_tiles import (
-    SLAB,
-    TILES,
-    HopperTile,
-    choose,
-    chunk_of,
-    normalizing_pays,
-    taken,
-)
+from minidl.cuda.convolution.conv2d_hopper_tiles import SLAB, TILES, HopperTile, choose, normalizing_pays, taken
 from minidl.cuda.convolution.conv2d_hopper_views import spread_out, views_of
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import (
@@ -64,10 +56,10 @@ GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
 REACH = 2**40  # bytes, as far as the engine counts
 
 # The structures Class and Problem of conv2d_hopper.cu.
-_CLASS = struct("", "chunks rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
+_CLASS = struct("", "tiles rows height width first_h first_w taps_h taps_w offset_h offset_w tap")
 _PROBLEM = struct(
     "",
-    "tickets share group tiles_n doublings columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
+    "tiles share group tiles_n columns depth source_h source_w step_h step_w delta_h delta_w tap_step_h tap_step_w "
     "added stage_bytes group_columns count cycles",
     ("classes", _CLASS, CLASSES),
 )
@@ -191,7 +183,6 @@ def plan(
         rest = statistics, masked, normalized, relu, written
         return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked == SIGNED)]
     share = share if tile.parts == 1 else 1  # clusters begin in turn
-    chunk = chunk_of(conv, backward, tile, code) if statistics or masked else 1
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
@@ -203,9 +194,10 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written, box if spaced else 0)
+        how = masked == SIGNED, written, box if spaced else 0
+        views = views_of(conv, code, backward, part, pitches, tile, fetched, *how)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, chunk, STAGE_ROW * box * added, parts, stage)
+        problem = _problem(conv, backward, part, tile, share, group, STAGE_ROW * box * added, parts, stage)
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
@@ -214,10 +206,10 @@ def plan(
         defines |= {"GROUPED": bundle_of(conv) if conv.groups > 1 else 0}
         defines |= {"SPACED": int(spaced), "DIVIDED": parts, "STEPS": steps_of(conv, backward, code)} | tile.defines
         defines["TAIL"] = 0 if normalized else tail_of(conv, backward, code)
-        tickets = int(problem["tickets"][0])
-        patches = tickets // (int(problem["tiles_n"][0]) * tile.parts) * tile.warpgroups
-        grid = blocks(tickets, int(problem["share"][0]), group)
-        rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tickets
+        tiles = int(problem["tiles"][0])
+        patches = tiles // (int(problem["tiles_n"][0]) * tile.parts) * tile.warpgroups
+        grid = blocks(tiles, share, group)
+        rest = problem, defines, tile.shared_bytes(normalized > 0), patches, grid < tiles
         launches.append(Planned("conv2d_hopper", grid, tile.threads, views, *rest))
     return launches
 
@@ -452,7 +444,6 @@ def _problem(
     tile: HopperTile,
     share: int,
     group: int,
-    chunk: int,
     added: int,
     parts: int,
     stage_bytes: int,
@@ -462,16 +453,15 @@ def _problem(
     for i, (h, w) in enumerate(walks):
         count = conv.images * h.count * w.count
         walk = h.first, w.first, h.taps, w.taps, h.offset, w.offset, h.tap * row + w.tap
-        table[i] = (ceil_div(count, tile.rows * chunk), count, h.count, w.count, *walk)
+        table[i] = (ceil_div(count, tile.rows), count, h.count, w.count, *walk)
     h, w = walks[0]
     tiles_n, count = ceil_div(columns, tile.columns), max(1, sum(h.taps * w.taps > 0 for h, w in walks))
     return argument(
         _PROBLEM,
-        tickets=int(table["chunks"].sum()) * tiles_n * max(parts, tile.parts),
-        share=ceil_div(share, chunk),
+        tiles=int(table["tiles"].sum()) * tiles_n * max(parts, tile.parts),
+        share=share,
         group=group,
         tiles_n=tiles_n,
-        doublings=chunk.bit_length() - 1,
         columns=columns,
         depth=depth_of(conv, backward),
         source_h=h.source,
@@ -486,6 +476,6 @@ def _problem(
         stage_bytes=stage_bytes,
         group_columns=group_columns_of(conv, backward),
         count=count,
-        cycles=int(table["chunks"][:count].min()) * tiles_n // group,
+        cycles=int(table["tiles"][:count].min()) * tiles_n // group,
         classes=table,
     )

@@ -2,8 +2,8 @@
 #pragma once
 
 // One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
-DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, const Tile& tile,
-                 int number) {
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
+    const Tile tile(p, number);
     const Class& c = p.classes[tile.index];
     const TensorMap& source = maps.source[tile.index];
     const Pixel start(c, tile.row);
@@ -42,14 +42,4 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAG
 #if MASKED
     if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile.own());
 #endif
-}
-
-// One thread: fills the tiles of a chunk.
-DEVICE void fill_chunk(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
-    Tile tile(p, number);
-    for (;;) {
-        fill(at, maps, p, ring, tile, number);
-        if (!SUMS || number < 0 || tile.ends_chunk(p)) break;
-        tile = tile.next();
-    }
 }

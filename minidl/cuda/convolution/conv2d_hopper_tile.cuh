@@ -22,13 +22,12 @@ struct Tile : Stretch {
     int row, column;
     int source = 0;  // of the source, where its channels begin
 
-    // The first of a ticket's chunk.
-    __device__ __forceinline__ Tile(const Problem& p, int ticket) : Stretch(p), index(0) {
-        if constexpr (PARTS > 1) ticket /= PARTS;
-        if constexpr (SPREAD) ticket = within_class(p, ticket);
-        const int m = ticket / p.tiles_n;
-        column = (ticket - m * p.tiles_n) * TILE_N;
-        row = (m << p.doublings) * TILE_M;
+    __device__ __forceinline__ Tile(const Problem& p, int tile) : Stretch(p), index(0) {
+        if constexpr (PARTS > 1) tile /= PARTS;
+        if constexpr (SPREAD) tile = within_class(p, tile);
+        const int m = tile / p.tiles_n;
+        column = (tile - m * p.tiles_n) * TILE_N;
+        row = m * TILE_M;
         if constexpr (GROUPED) source = column / p.group_columns * p.depth;
     }
 
@@ -44,43 +43,27 @@ struct Tile : Stretch {
         return tile;
     }
 
-    // Which ticket of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
+    // Which tile of a class it is. Rounds of a group of blocks go through the classes that have taps, as long as all of
     // them do, so that what they have in common is read once; what is left follows class by class.
-    __device__ __forceinline__ int within_class(const Problem& p, int ticket) {
-        const int round = ticket / p.group, cycle = round / p.count, done = p.cycles * p.group;
+    __device__ __forceinline__ int within_class(const Problem& p, int tile) {
+        const int round = tile / p.group, cycle = round / p.count, done = p.cycles * p.group;
         if (cycle < p.cycles) {
             index = round - cycle * p.count;
-            ticket += (cycle - round) * p.group;
+            tile += (cycle - round) * p.group;
         } else {
-            const auto left = [&] { return p.classes[index].chunks * p.tiles_n - (index < p.count ? done : 0); };
-            ticket -= done * p.count;
-            while (ticket >= left()) ticket -= left(), ++index;
-            if (index < p.count) ticket += done;
+            const auto left = [&] { return p.classes[index].tiles * p.tiles_n - (index < p.count ? done : 0); };
+            tile -= done * p.count;
+            while (tile >= left()) tile -= left(), ++index;
+            if (index < p.count) tile += done;
         }
-        return ticket;
+        return tile;
     }
 
-    // Which chunk of rows it is in, of all classes.
-    __device__ __forceinline__ int chunk(const Problem& p) const {
-        int m = row / TILE_M >> p.doublings;
-        for (int i = 0; SPREAD && i < index; ++i) m += p.classes[i].chunks;
+    // Which rows it has, of all classes.
+    __device__ __forceinline__ int rows(const Problem& p) const {
+        int m = row / TILE_M;
+        for (int i = 0; SPREAD && i < index; ++i) m += p.classes[i].tiles;
         return m;
-    }
-
-    __device__ __forceinline__ bool begins_chunk(const Problem& p) const {
-        return (row / TILE_M & ((1 << p.doublings) - 1)) == 0;
-    }
-
-    // Whether the tile below is none, or one of the next chunk.
-    __device__ __forceinline__ bool ends_chunk(const Problem& p) const {
-        const Tile below = next();
-        return below.begins_chunk(p) || below.row >= p.classes[index].rows;
-    }
-
-    __device__ __forceinline__ Tile next() const {
-        Tile below = *this;
-        below.row += TILE_M;
-        return below;
     }
 };
 

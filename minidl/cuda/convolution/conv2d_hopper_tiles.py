@@ -137,11 +137,6 @@ _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 PARTS = 1, 2
 _WORKERS, _EXCHANGED = 132, 2.5
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
-# Chunks of tiles whose sums are added up (`chunk_of`): which there are; rows whose squares float32 adds up without loss,
-# of bfloat16; chunks for each multiprocessor, so that blocks that begin late leave enough to the others; bytes per microsecond
-# in which a batch norm merges what they leave.
-CHUNKS, EXACT, LEAST = (1, 2, 4, 8), 256, 8
-MOST, MERGED = max(CHUNKS), 1.8e6
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
 
@@ -241,33 +236,6 @@ def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, 
             heapq.heapreplace(held, held[0] + count)
         most += tile.resident * (cycles * int(stages.sum()) + max(held))
     return most
-
-
-@functools.lru_cache(maxsize=1024)
-def chunk_of(conv: Convolution, backward: bool, tile: HopperTile, code: int) -> int:
-    """Tiles one below the other whose sums of columns a block adds up before it leaves them: the field ``chunk``.
-
-    What a batch norm reads of them becomes as much less; but blocks take so many tiles at a time, and the last ones may
-    be waited for longer. By sizes and the tile alone, on every device, as the order of sums follows. Sums of squares
-    are of `EXACT` rows at most.
-    """
-    if tile.parts > 1:
-        return 1
-    columns = ceil_div(columns_of(conv, backward), tile.columns)
-    rows = [ceil_div(conv.images * h.count * w.count, tile.rows) for h, w in walks_of(conv, backward)]
-    time = microseconds(conv, backward, tile, BUILT_IN["H200"], code, 0, True)[1]
-
-    def rounds(chunk: int) -> float:
-        taken = ceil_div(sum(ceil_div(count, chunk) for count in rows) * columns, _WORKERS)
-        return chunk * (taken + (ALONE - 1 if taken % tile.resident else 0))
-
-    def cost(chunk: int) -> float:
-        left = 8 * columns_of(conv, backward) * tile.warpgroups * sum(ceil_div(count, chunk) for count in rows)
-        return time * rounds(chunk) / rounds(1) + left / WRITTEN + left / MERGED
-
-    most = MOST if backward else EXACT * tile.warpgroups // tile.rows
-    tickets = sum(rows) * columns // (LEAST * _WORKERS)
-    return min((chunk for chunk in CHUNKS if chunk <= min(most, max(1, tickets))), key=cost)
 
 
 def _memory(conv: Convolution, backward: bool, code: int) -> float:

@@ -37,8 +37,8 @@ def views_of(
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
     places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs;
-    ``written``: as of `plan`; ``spaced``: pixels of a box of an addend that has every second one of every second line, 0
-    where it has all."""
+    ``written``: as of `plan`; ``spaced``: pixels in a box of an addend that has every second one of every second line;
+    0: it has all."""
     spread = spread_out(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
