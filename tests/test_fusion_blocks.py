@@ -7,7 +7,6 @@ import pytest
 
 import minidl as m
 from minidl import fusion
-from minidl.cuda.device import current_device
 from minidl.store import tensor_key
 from tests.test_fusion import BOUND, close, fused, run
 
@@ -78,28 +77,6 @@ def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
     run(model, steps=1)
     assert calls.count("batch_norm_max_pool2d") == calls.count("batch_norm_max_pool2d_backward") == 2
     assert calls.count("batch_norm_activate_backward_stats") == 1  # of the one without parameters
-
-
-def pooled_block():
-    """A block and its projection over a pooling, as where a residual network begins."""
-    graph = m.Graph()
-    x = m.Conv2d(8, 16, 3, padding=1, bias=False, name="stem")(graph.input((22, 22, 8)))
-    x = m.MaxPool2d(3, 2, 1, name="pool")(m.ReLU(name="relu")(m.BatchNorm2d(16, name="bn")(x)))
-    y = m.Conv2d(16, 24, 1, name="conv")(x)
-    y = m.Add(name="join")(y, m.Conv2d(16, 24, 3, padding=1, name="projection")(x))
-    return graph.output(m.Linear(24 * 121, 5, name="fc")(m.Flatten()(y)))
-
-
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_pooled_gradient_is_masked_and_summed_where_it_is_written(ops, precision, monkeypatch):
-    """By the first reader of what is pooled, in the bits of a pass of its own but for the order of sums."""
-    passes, joint = [], ops.batch_norm_join_backward_stats
-    monkeypatch.setattr(ops, "batch_norm_join_backward_stats", lambda *a, **o: passes.append(a) or joint(*a, **o))
-    apart = run(fused(pooled_block, "statistics", ops, precision=precision))
-    done = len(passes)
-    close(apart, run(fused(pooled_block, "gradients", ops, precision=precision)), 2.0**-8)
-    takes = ops.name == "cpu" or current_device().arch == (9, 0)
-    assert done and len(passes) == (done if takes else 2 * done)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

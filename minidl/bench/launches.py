@@ -98,9 +98,8 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
             if kernels.get((name, "forward")) == []:
                 found.setdefault((name, "forward"), _next_reader(graph, readers, name, kernels))
             for pass_name in ("backward_data", "backward_weight"):
-                host = site.name if name in beyond else above
-                if kernels.get((name, pass_name)) == [] and name != host:
-                    found.setdefault((name, pass_name), host)
+                if kernels.get((name, pass_name)) == [] and name != above:
+                    found.setdefault((name, pass_name), above)
     for node in graph.nodes:
         if isinstance(node.layer, MaxPool2d) and kernels.get((node.name, "forward")) == []:
             relu = graph.nodes[node.inputs[0]]

@@ -28,8 +28,6 @@ LABELS = 8  # that its last one has, at most, where it labels pixels and rather 
 # Windows of 3x3 make a value several times: they need large images. With 1024 filters of 1x1 it gains up to 3 % at
 # batch 256, but cost a step of ResNet-50 0.3 % at batch 32, and the choice is the same for both.
 CHEAP, MOST_PRODUCTS, LARGE = (0.1, 0.3), 9 * 64, 28 * 28
-# Masking a gradient under a max pooling: a read of what was pooled.
-POOLED = (0.0, 0.3)
 
 
 class SiteCost(NamedTuple):
@@ -71,7 +69,7 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     backward += kind == "join" and "elementwise" in modes and itemsize > 2  # without signs it reads the output, too
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
     forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
-    backward -= 2 * ("pooled" in modes)  # sums over four arrays of what was pooled; the pooling writes no gradient
+    backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
     if "gated" in modes:  # what is gated is neither written nor read, nor its gradient; one pass takes all sums
         forward, backward = forward - 2, backward - 4
     # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
@@ -148,8 +146,6 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
 
 def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
     """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
-    if mode == "gradients" and site.pooled:
-        return POOLED
     return CHEAP if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site) else MODES[mode].costs
 
 

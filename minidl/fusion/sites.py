@@ -26,7 +26,7 @@ class Site:
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
-            ReLU, or above a max pooling that alone does; over a bare ReLU also that of a max pooling, if it does.
+            ReLU; over a bare ReLU also that of a max pooling, if it does.
         pooling: whether that is a max pooling.
         beyond: of such a pooling, name of the convolution whose data gradient is the last of its readers, and may mask.
         sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
@@ -133,8 +133,6 @@ def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | No
     alone = len(readers[relu.index]) == 1 and relu is not graph.output_node
     if alone and type(first.layer) is ConvTranspose2d:
         return first.name, False
-    if alone and type(first.layer) is MaxPool2d and first is not graph.output_node:  # and who reads what it pools
-        first, alone = graph.nodes[min(readers[first.index])], False
     return (first.name, alone) if isinstance(first.layer, Conv2d) else (None, False)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -135,10 +134,8 @@ class MaxPool2d(_Pool):
                 y, index, largest = self.ops.batch_norm_max_pool2d(
                     term.raw, term.moments, term.gamma, term.beta, **options
                 )
-                self.save(index=index, shape=x.shape, y=y, largest=largest, norm=term.owner)
-                # Of what was pooled, a convolution above may take the gradient's mask and sums.
-                pooled = Origin((replace(term, raw=largest),), relu=True, owner=x.origin.owner)
-                return Value(y, origin=pooled) if self._grad_enabled else y
+                self.save(index=index, shape=x.shape, y=y, largest=largest)
+                return y
             x = materialize(self.ops, x)
         relu = x.origin.owner if self.masks and isinstance(x, Value) and x.origin and x.origin.relu else ""
         x = x.array if isinstance(x, Value) else x
@@ -157,16 +154,12 @@ class MaxPool2d(_Pool):
             dx = self.ops.max_pool2d_backward(dy.array, kept.index, kept.shape, **self._window)
             # Where windows overlap, what is stored are rounded sums: theirs are others.
             return MaskedGradient.masked(dx, kept.relu, parts=dy.parts if self._apart else None)
-        done = isinstance(dy, MaskedGradient) and dy.norm and dy.norm == getattr(kept, "norm", "")
-        parts = dy.parts if done else None
         dy = finished(self.ops, dy)
         if hasattr(kept, "raw"):
             term = Normalized(kept.raw, kept.moments, *kept.affine)
             return TiledGradient(dy, add, term, {**self._window, "ceil_mode": self.ceil_mode})
         if hasattr(kept, "largest"):
             gradient = PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
-            if done:
-                gradient.array, gradient.norm, gradient.parts = dy, kept.norm, parts
             return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
         return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window, add=add)
 

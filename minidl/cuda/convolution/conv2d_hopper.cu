@@ -40,8 +40,8 @@
 // that have 32 channels each: a stage has the channels of both, which are multiplied apart, and a filter's taps follow
 // each other in its rows.
 //
-// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero
-// (conv2d_hopper_spaced.cuh).
+// SPACED (FLAT): add has but every second pixel of every second line of the images, the others' addend is zero; threads
+// copy it, as no box of the engine has such rows.
 //
 // RELU, of a forward pass: what is stored is max(y, 0); NaN stays NaN.
 //
@@ -145,7 +145,7 @@ struct Problem {
     int step_h, step_w;
     int delta_h, delta_w;
     int tap_step_h, tap_step_w;
-    int added;        // bytes of a slab that are fetched of the array to be added; 0: there is none
+    int added;        // elements per pixel of the array to be added; 0: there is none
     int stage_bytes;  // that are fetched for a stage
     int group_columns;  // of a group, or of the two of a tile
     int count, cycles;  // the first classes, which have taps; rounds that each of them has for sure
@@ -153,9 +153,6 @@ struct Problem {
 };
 
 #include "conv2d_hopper_tile.cuh"
-#if SPACED
-#include "conv2d_hopper_spaced.cuh"
-#endif
 
 // Shared memory: stages, slabs of output per warpgroup, barriers.
 struct Layout {
@@ -176,8 +173,6 @@ struct Layout {
     // That the other block of a cluster has sent its sums, and where they lie (conv2d_hopper_cut.cuh).
     __device__ __forceinline__ u32 come() const { return ticket(STAGES); }
     __device__ __forceinline__ u32 sent() const { return slab(WARPGROUPS, 0); }
-    // With SPACED 16 bytes of zeros.
-    __device__ __forceinline__ u32 zeros() const { return barriers() + BARRIER_BYTES; }
     // Of the batch norm below, what the channels of a stage need (conv2d_hopper_input.cuh).
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
@@ -190,6 +185,7 @@ struct Place {
     const Maps& maps;
     const Problem& p;
     int warpgroup;
+    const T* spaced = nullptr;  // with SPACED what is to be added
 
     __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
     __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
@@ -201,12 +197,7 @@ struct Place {
     }
 
     __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-#if SPACED
-        const Class& c = p.classes[0];
-        load_box(to, maps.add[0], barrier, column(tile, s), spaced_before(c, Pixel(c, row(tile, s))));
-#else
         load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
-#endif
     }
 
     // The rows of slab s from `column` of a map on.
@@ -218,6 +209,24 @@ struct Place {
         } else {
             load_box(to, map, barrier, column, row(tile, s));
         }
+    }
+
+    // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
+    __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const Class& c = p.classes[0];
+        const int thread = thread_again(), first = thread / 8, chunk = thread % 8;
+        const int channel = column(tile, s) + chunk * 8;
+        const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
+        Pixel pixel(c, begin);
+#pragma unroll
+        for (int i = 0; i < SLAB_ROWS; i += 16) {
+            const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
+            const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
+            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16,
+                       spaced + (there ? from * p.added + channel : 0), there);
+            pixel.advance(c, 16);
+        }
+        arrive_with_copies(barrier);
     }
 
     __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
@@ -332,7 +341,7 @@ DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found,
 }
 
 template <class Sums>
-DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const float* bias, float* partial,
+DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
@@ -348,15 +357,6 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
     for (int group = 0; group < output.GROUPS; ++group) {
         const int begin = group * output.AT_ONCE;
         output.open(tile, group);
-#if SPACED
-        if (output.added()) {
-#pragma unroll
-            for (int s = begin; s < begin + output.AT_ONCE; ++s)
-                add_spaced(sum[s % BLOCKS], s / BLOCKS * SLAB_COLUMNS / 2, place.p.classes[0], place.row(tile, s),
-                           output.buffer(s - begin), place.at.zeros());
-            output.share();
-        }
-#endif
         const u32 thread = thread_again();
 #pragma unroll
         for (int i = 0; i < output.AT_ONCE; ++i) {
@@ -367,7 +367,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
 #pragma unroll
                 for (int e = 0; e < 8; ++e) d[e] = sum[(begin + i) % BLOCKS][(first + j) / 2 + e];
                 if (!MASKED && bias) add_bias(d, bias, tile.column + first + j, place.p.columns);
-                put(d, output.buffer(i), j, thread, !SPACED && output.added());
+                put(d, output.buffer(i), j, thread, output.added());
             }
         }
 #if MASKED
@@ -398,8 +398,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, Sums&& sum, const flo
 DEVICE void init_barriers(const Layout& at) {
     constexpr int FILLING = NORMALIZED ? 2 : 1;  // threads that speak for the engine, and for the warp beside it
     for (int i = 0; i < STAGES; ++i) barrier_init(at.filled(i), FILLING), barrier_init(at.emptied(i), 4 * WARPGROUPS);
-    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), 1);
-    if (SPACED) store_shared(at.zeros(), make_float4(0.0f, 0.0f, 0.0f, 0.0f));
+    for (int i = 0; i < WARPGROUPS * SLABS; ++i) barrier_init(at.added(0, i), SPACED ? 128 : 1);
 #if CUT > 1
     init_exchange(at);
 #endif
@@ -419,7 +418,7 @@ extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
                      const float* __restrict__ beta, const __grid_constant__ Problem p,
-                     u32* counter) {
+                     u32* counter, const T* __restrict__ spaced) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -446,7 +445,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     } else {
         if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : FILLS_MORE ? 224 : 232>();
         Ring<STAGES> ring;
-        Output<Place> output{{at, maps, p, warpgroup}, warpgroup};
+        Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
         for (;;) {
             barrier_wait(at.filled(ring.index), ring.parity);
             const Ticket ticket = read_ticket(at.ticket(ring.index));

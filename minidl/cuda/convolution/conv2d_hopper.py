@@ -187,17 +187,14 @@ def plan(
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
     if not added:
         pitches = pitches[0], columns_of(conv, backward), *pitches[2:]
-    # Of as many lines as columns, every second is there: half a slab at most where nothing is odd.
-    box = SLAB // 2 if spaced and conv.height % 2 == conv.width % 2 == 0 else SLAB
     launches = []
     for i in _firsts(walks):
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        how = masked == SIGNED, written, box if spaced else 0
-        views = views_of(conv, code, backward, part, pitches, tile, fetched, *how)
+        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
         assert views.legal, (conv, pitches)
-        problem = _problem(conv, backward, part, tile, share, group, STAGE_ROW * box * added, parts, stage)
+        problem = _problem(conv, backward, part, tile, share, group, pitches[1] if added else 0, parts, stage)
         spread = int(spread_out(part))
         defines = {"DTYPE": code, "BACKWARD": int(backward), "FLAT": int(is_flat(conv)), "SPREAD": spread}
         defines |= {"STATISTICS": int(statistics), "MASKED": masked, "NORMALIZED": int(normalized), "RELU": int(relu)}
@@ -412,11 +409,14 @@ def start(
         partial: for what patches leave, (R, 2, C) or (R, C) float32.
         below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
-    maps = TensorMaps(planned.views, (w, source, output, add, *arrays))
+    spaced, more = planned.defines.get("SPACED"), ()
+    if spaced is not None:
+        more = (add if spaced else None,)
+    maps = TensorMaps(planned.views, (w, source, output, None if spaced else add, *arrays))
     tickets = counter() if planned.several else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, tickets,
+        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, tickets, *more,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 

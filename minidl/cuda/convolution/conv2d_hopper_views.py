@@ -15,7 +15,6 @@ from minidl.cuda.convolution.conv2d_walk import (
 )
 from minidl.cuda.hopper import BYTES, TF32, View, Views
 from minidl.cuda.norm.signs import CHUNK, signs_pitch
-from minidl.shapes import ceil_div
 
 
 def spread_out(walks: list[tuple[Walk, Walk]]) -> bool:
@@ -33,12 +32,10 @@ def views_of(
     fetched: int,
     signed: bool = False,
     written: int = 0,
-    spaced: int = 0,
 ) -> Views:
     """The structure Maps: filter, then source, output, addend and what a masked gradient reads of each class; unused
     places repeat the first. ``fetched``: rows of the source in a box; ``signed``: the last array read is of signs;
-    ``written``: as of `plan`; ``spaced``: pixels in a box of an addend that has every second one of every second line;
-    0: it has all."""
+    ``written``: as of `plan`."""
     spread = spread_out(walks)
     walks = [*walks, *[walks[0]] * (CLASSES - len(walks) if spread else 0)]
     columns, itemsize = columns_of(conv, backward), itemsize_of(code)
@@ -71,12 +68,6 @@ def views_of(
     def output(h: Walk, w: Walk, pitch: int) -> View:
         return pixels(code, columns, pitch * itemsize, channels, h, w)
 
-    def added(h: Walk, w: Walk) -> View:
-        if not spaced:
-            return output(h, w, pitches[1])
-        sizes = columns, conv.images * ceil_div(conv.height, 2) * ceil_div(conv.width, 2)
-        return View(code, sizes, (pitches[1] * itemsize,), (channels, spaced))
-
     below = [[output(*pair, pitch) for pair in walks] for pitch in pitches[2:]]
     if signed:
         row, box = signs_pitch(columns), CHUNK if tile.own <= 8 * CHUNK else 2 * CHUNK
@@ -85,6 +76,6 @@ def views_of(
         (filter_view(conv, code, backward, tile.columns), 0),
         *((source(*pair), 1) for pair in walks),
         *((output(*pair, written or columns), 2) for pair in walks),
-        *((added(*pair), 3) for pair in walks),
+        *((output(*pair, pitches[1]), 3) for pair in walks),
         *((view, 4 + i) for i, views in enumerate(below) for view in views),
     )

@@ -52,7 +52,8 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 //   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
 //   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
 //   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
-//   p.added                 bytes of a slab's addend, 0 where there is none
+//   gather(to, barrier, tile, s)    with SPACED instead of load: copies by all threads of the warpgroup
+//   p.added                 whether there is an array to be added
 //
 // Slabs leave in groups: all of a tile where there are buffers for them, which then waits for nothing, else one by one.
 template <class Place>
@@ -70,15 +71,23 @@ struct Output {
     __device__ __forceinline__ bool added() const { return !STATISTICS && place.p.added; }  // an array is
     __device__ __forceinline__ u32 buffer(int i) const { return place.buffer(next.index + i); }
 
-    // One thread: fetches the addends of a group as soon as its buffers are free.
+    // Whether this thread fetches addends.
+    __device__ __forceinline__ bool fetches() const { return SPACED || speaks(); }
+
+    // Fetches the addends of a group as soon as its buffers are free.
     template <class Tile>
     __device__ __forceinline__ void fetch(const Tile& tile, int group) {
-        await_stores_read<0>();
+        if (speaks()) await_stores_read<0>();
+        if constexpr (SPACED) warpgroup_sync(1 + warpgroup);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const u32 to = place.buffer(fetched.index + i), barrier = place.filled(fetched.index + i);
-            barrier_expect(barrier, place.p.added);
-            place.load(to, barrier, tile, group * AT_ONCE + i);
+            if constexpr (SPACED) {
+                place.gather(to, barrier, tile, group * AT_ONCE + i);
+            } else {
+                barrier_expect(barrier, Place::BYTES);
+                place.load(to, barrier, tile, group * AT_ONCE + i);
+            }
         }
         fetched.advance(AT_ONCE);
     }
@@ -86,14 +95,14 @@ struct Output {
     // Before the sum of a tile is known.
     template <class Tile>
     __device__ __forceinline__ void prepare(const Tile& tile) {
-        if (added() && speaks()) fetch(tile, 0);
+        if (added() && fetches()) fetch(tile, 0);
     }
 
     // Waits for the buffers of a group, and for its addends.
     template <class Tile>
     __device__ __forceinline__ void open(const Tile& tile, int group) {
         if (added()) {
-            if (speaks() && group + AHEAD < GROUPS && group + AHEAD > 0) fetch(tile, group + AHEAD);
+            if (fetches() && group + AHEAD < GROUPS && group + AHEAD > 0) fetch(tile, group + AHEAD);
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i) barrier_wait(place.filled(next.index + i), next.parity);
         } else {
