@@ -11,7 +11,7 @@
 // arithmetic, whose operands are therefore loaded first, and of the launch. Tried without gain, at 32 and 256 images of
 // ResNet-50: parts that convolutions write to stay in the L2 cache (evict_last), and that leave it once they are read;
 // nor parts of up to four tiles one below the other, added up before they are left, though of 256 images they are 303 MB
-// rather than 602 (steps of 22.47 ms for 22.41, of 32 images 3.938 for 3.939).
+// rather than 602 (steps of 22.47 ms for 22.41, of 32 images 3.938 for 3.939, though these also had a pass less).
 #include "merge_lanes.cuh"
 #include "batch_norm_moments.cuh"
 
