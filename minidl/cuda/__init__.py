@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from minidl.cuda import array, device
+from minidl.cuda import array, device, prepared
 from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
 from minidl.cuda.adaptive import (
     adam_advance,
@@ -105,6 +105,10 @@ name = "cuda"
 
 # The table is what is imported above.
 __all__ = ["Array", "name", *(key for key, value in globals().items() if isinstance(value, FunctionType))]
+
+# Arrays come and go, or are told numbers that change; what sparse products decide may be in an array.
+_AT_ONCE = {"assign", "empty", "from_dlpack", "from_host", "synchronize", "to_host", "uploader", "zeros"}
+globals().update({key: prepared.prepared(globals()[key]) for key in __all__[2:] if key not in _AT_ONCE and key[:4] != "csb_"})
 
 
 def require_device() -> None:

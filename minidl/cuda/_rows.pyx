@@ -26,11 +26,6 @@ cpdef uintptr_t address(x) except? 0:
     return x.data.ptr
 
 
-cpdef tuple addresses(tuple arrays):
-    """Of each; 0 for None."""
-    return tuple([0 if x is None else address(x) for x in arrays])
-
-
 cpdef bint dense(x) except -1:
     """Whether ``x`` lies in C order without gaps."""
     if cnp.PyArray_Check(x):

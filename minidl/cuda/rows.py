@@ -13,7 +13,6 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda._rows import (
     address,
-    addresses,
     alignment,
     dense,
     flat_width,
@@ -27,7 +26,7 @@ from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
 
 __all__ = [
-    "DTYPE", "Walk", "address", "addresses", "alignment", "dense", "dtype_code", "in_rows", "rows", "vector_width",
+    "DTYPE", "Walk", "address", "alignment", "dense", "dtype_code", "in_rows", "rows", "vector_width",
     "vectors", "walk", "walk_channels", "walk_samples",
 ]  # fmt: skip
 

@@ -41,6 +41,16 @@ def counter() -> np.uint64:
     return _of.setdefault(key, _new(device)) if found is None else found
 
 
+class _Tickets:
+    """An argument of `minidl.cuda.launch.launch`: the counter for each launch as it comes."""
+
+    def argument(self) -> np.ndarray:
+        return np.array([counter()])
+
+
+TICKETS = _Tickets()
+
+
 def _id(stream: int) -> int:
     """The number of a stream that is not being captured, which no other has or will have."""
     number = ctypes.c_uint64()
