@@ -14,28 +14,7 @@ from minidl.cuda import launch as launch_module
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.precision import bfloat16
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("which", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("sizes", ctypes.c_uint * 7),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(_Config),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
-)
+from tests.stand_in import LAUNCH
 
 
 class _Driver:
@@ -201,8 +180,8 @@ def test_launch_encodes_tensor_maps_of_arrays_where_they_are(recorder, encoder):
     encoder.code = 1
     with pytest.raises(RuntimeError, match="tensor map of View.*array at 0x200: CUDA error 1"):
         launch("stem", "k", 1, 32, TensorMaps(views, (arrays[0], arrays[1], None)))
-    with pytest.raises(ValueError, match="at most 16 tensor maps, got 18"):
-        launch("stem", "k", 1, 32, *[TensorMaps(views, (arrays[0], None, None))] * 6)
+    with pytest.raises(ValueError, match="at most 32 tensor maps, got 33"):
+        launch("stem", "k", 1, 32, *[TensorMaps(views, (arrays[0], None, None))] * 11)
 
 
 def test_an_argument_may_be_made_for_each_launch(recorder):

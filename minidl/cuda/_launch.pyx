@@ -51,7 +51,7 @@ ctypedef int (*EncodeColumns)(
 
 cdef enum:
     MAP = 128  # bytes of a tensor map
-    MAPS = 16  # of a kernel
+    MAPS = 32  # of a kernel: as much as its arguments may take
     ALIGNMENT = 64  # of what the driver writes
     MOST = 64  # arguments of a kernel
     WORDS = 2  # of 8 bytes, of the widest scalar
@@ -60,6 +60,8 @@ cdef enum:
     ALIGNED = 128  # bytes: up to here an operation may see how an array is aligned
     MOST_CALLS = 4096  # of an operation that are known
     OVERLAPPING = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+
+MOST_ARRAYS = ARRAYS
 
 cdef Attribute _overlapping
 _overlapping.which = OVERLAPPING
@@ -102,9 +104,11 @@ cdef class Map:
 
     cdef void *_entry
     cdef bint _columns
-    cdef int _kind, _swizzle, _promotion, _first[3], _last[3]
-    cdef uint32_t _rank, _box[5], _steps[5]
-    cdef uint64_t _sizes[5], _pitches[5]
+    cdef int _kind, _swizzle, _promotion
+    cdef int[3] _first, _last
+    cdef uint32_t _rank
+    cdef uint32_t[5] _box, _steps
+    cdef uint64_t[5] _sizes, _pitches
     cdef Py_ssize_t _offset
     cdef object _what
 
@@ -342,22 +346,35 @@ cdef class Call:
         self.made, self.starts, self.result = made, starts, result
 
     cdef object run(self, list arrays, uintptr_t *addresses, Kernels kernels, failed):
+        """Make what is to be made, behind the inputs among ``arrays`` and ``addresses``; start; the result."""
         cdef Py_ssize_t count = len(arrays)
-        cdef Start start
-        cdef void *stream
-        cdef int code
         for make, shape, dtype in self.made:
             array = make(shape, dtype)
             arrays.append(array)
             addresses[count] = array.data.ptr
             count += 1
+        self._start(addresses, kernels, failed)
+        return _built(self.result, arrays)
+
+    def start(self, list arrays, Kernels kernels, failed):
+        """Only start: ``arrays`` has what was made, too."""
+        cdef uintptr_t addresses[ARRAYS]
+        cdef Py_ssize_t i
+        for i in range(len(arrays)):
+            addresses[i] = arrays[i].data.ptr
+        self._start(addresses, kernels, failed)
+
+    cdef int _start(self, const uintptr_t *addresses, Kernels kernels, failed) except -1:
+        cdef Start start
+        cdef void *stream
+        cdef int code
         if self.starts:
             stream = <void *><uintptr_t>kernels._stream().ptr
             for start in self.starts:
                 code = start.run(addresses, stream, kernels.overlapping)
                 if code:
                     raise failed(start, code)
-        return _built(self.result, arrays)
+        return 0
 
 
 cdef object _built(result, list arrays):
@@ -388,14 +405,15 @@ cdef class Calls:
     """
 
     cdef dict _known
-    cdef object _function, _kernels, _prepare, _class_of, _array
+    cdef public object prepare
+    cdef object _function, _kernels, _class_of, _array
 
     def __init__(self, function, kernels, prepare, array):
-        self._function, self._kernels, self._prepare, self._class_of, self._known = function, kernels, prepare, array, {}
+        self._function, self._kernels, self.prepare, self._class_of, self._known = function, kernels, prepare, array, {}
 
     def forget(self):
         """Prepare everything anew."""
-        self._known = {}
+        self._known, self._array = {}, None
 
     def __call__(self, tuple args, dict named):
         cdef Door door
@@ -420,7 +438,7 @@ cdef class Calls:
             return call.run(arrays, door.addresses, kernels, failed)
         if len(self._known) >= MOST_CALLS:
             self._known = {}
-        known, result = self._prepare(self._function, args, named, arrays)
+        known, result = self.prepare(self._function, args, named, arrays)
         self._known[key] = known
         return result
 

@@ -18,7 +18,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 from minidl.cuda import launch
-from minidl.cuda._launch import Call, Calls
+from minidl.cuda._launch import MOST_ARRAYS, Call, Calls
 from minidl.cuda.device import RECORDING, Recorded, import_cupy, recording
 
 Operation = TypeVar("Operation", bound=Callable[..., Any])
@@ -27,7 +27,7 @@ _known: list[Calls] = []
 
 
 class _Elsewhere(Exception):
-    """An array is neither an input nor made by the operation, or more than one may be what it is a part of."""
+    """An array is neither an input nor made by the operation, nor a part of just one; or there are too many."""
 
 
 def prepared(operation: Operation) -> Operation:
@@ -66,15 +66,18 @@ def _prepare(
     finally:
         RECORDING.reset(token)
     arrays = [*inputs, *recorded.arrays]
-    for start in recorded.starts:
-        launch.start(start)
     try:
+        if len(arrays) > MOST_ARRAYS:
+            raise _Elsewhere
         places = [[_place(array, arrays) for array in start.arrays] for start in recorded.starts]
         call = Call(recorded.made, recorded.starts, _result(result, arrays))
     except _Elsewhere:
+        for start in recorded.starts:
+            launch.start(start)
         return None, result
     for start, where in zip(recorded.starts, places, strict=True):
         start.place(where)
+    call.start(arrays, launch.kernels(), launch.failure)
     return call, result
 
 
@@ -85,10 +88,9 @@ def _place(array: Any, arrays: Sequence[Any]) -> tuple[int, int]:
             return i, 0
     address, end = array.data.ptr, array.data.ptr + _span(array)
     found = [i for i, a in enumerate(arrays) if a.data.ptr <= address and end <= a.data.ptr + _span(a)]
-    exact = [i for i in found if arrays[i].data.ptr == address] or found
-    if not array.size or not exact or len({arrays[i].data.ptr for i in exact}) > 1:
+    if not array.size or len({arrays[i].data.ptr for i in found}) != 1:  # of none, or of one of several
         raise _Elsewhere
-    return exact[0], address - arrays[exact[0]].data.ptr
+    return found[0], address - arrays[found[0]].data.ptr
 
 
 def _span(array: Any) -> int:
