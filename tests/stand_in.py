@@ -93,10 +93,11 @@ class Driver(launch_module.Kernels):
     """
 
     def __init__(self):
-        super().__init__(lambda: (lambda: 0, lambda: SimpleNamespace(ptr=11)), self._loaded, self._granted)
+        device, stream = lambda: 0, lambda: SimpleNamespace(ptr=11)
+        super().__init__(lambda: (device, stream), self._loaded, self._granted, launch_module._failure)
 
     def __new__(cls):
-        self = super().__new__(cls, None, None, None)
+        self = super().__new__(cls)
         self.calls, self.code, self._variants, self._widths = [], 0, [], {}
         self._entry = LAUNCH(self._launched)
         return self

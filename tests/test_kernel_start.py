@@ -55,7 +55,9 @@ def recorder(monkeypatch):
         grants.append(shared)
         kernel.granted = shared
 
-    kernels = launch_module.Kernels(lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant)
+    kernels = launch_module.Kernels(
+        lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant, launch_module._failure
+    )
     monkeypatch.setattr(launch_module, "_kernels", kernels)
     monkeypatch.setattr(launch_module, "DEBUG", False)
     recorder.loads, recorder.grants = loads, grants

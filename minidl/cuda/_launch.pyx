@@ -273,16 +273,20 @@ cdef class Kernels:
             stream; called once, before the first launch.
         load: (device, file, name), macros -> the `Kernel`.
         grant: kernel, bytes: raises its limit of dynamic shared memory, and ``granted``.
+        failure: `Start`, the driver's error code -> the error to raise.
         overlapping: a kernel that waits may begin while the one before it ends.
+
+    Attributes:
+        watched: somebody sees to each launch by itself.
     """
 
-    cdef public bint overlapping
+    cdef public bint overlapping, watched
     cdef dict _loaded
-    cdef object _attach, _load, _grant, _device, _stream
+    cdef object _attach, _load, _grant, _failure, _device, _stream
 
-    def __init__(self, attach, load, grant, bint overlapping=True):
-        self._loaded, self._attach, self._load, self._grant = {}, attach, load, grant
-        self.overlapping = overlapping
+    def __init__(self, attach, load, grant, failure, bint overlapping=True):
+        self._loaded, self._attach, self._load, self._grant, self._failure = {}, attach, load, grant, failure
+        self.overlapping, self.watched = overlapping, False
 
     def prepared(self, str stem, str name, tuple grid, tuple block, tuple args, dict defines, unsigned int shared):
         """The `Start` of a kernel, which is loaded; None for an empty grid.
@@ -322,12 +326,18 @@ cdef class Kernels:
         return self._device()
 
     def start(self, Start start):
-        """Start it with its arrays where they are, on the current stream; the driver's error code, 0 for a launch."""
+        """Start it with its arrays where they are, on the current stream."""
         cdef uintptr_t addresses[MOST]
         cdef int i
         for i in range(start._pointers):
             addresses[i] = start.arrays[i].data.ptr
-        return start.run(addresses, <void *><uintptr_t>self._stream().ptr, self.overlapping)
+        self._start(start, addresses, <void *><uintptr_t>self._stream().ptr)
+
+    cdef int _start(self, Start start, const uintptr_t *addresses, void *stream) except -1:
+        cdef int code = start.run(addresses, stream, self.overlapping)
+        if code:
+            raise self._failure(start, code)
+        return 0
 
 
 cdef class Call:
@@ -345,7 +355,7 @@ cdef class Call:
     def __init__(self, list made, list starts, result):
         self.made, self.starts, self.result = made, starts, result
 
-    cdef object run(self, list arrays, uintptr_t *addresses, Kernels kernels, failed):
+    cdef object run(self, list arrays, uintptr_t *addresses, Kernels kernels):
         """Make what is to be made, behind the inputs among ``arrays`` and ``addresses``; start; the result."""
         cdef Py_ssize_t count = len(arrays)
         for make, shape, dtype in self.made:
@@ -353,27 +363,24 @@ cdef class Call:
             arrays.append(array)
             addresses[count] = array.data.ptr
             count += 1
-        self._start(addresses, kernels, failed)
+        self._start(addresses, kernels)
         return _built(self.result, arrays)
 
-    def start(self, list arrays, Kernels kernels, failed):
+    def start(self, list arrays, Kernels kernels):
         """Only start: ``arrays`` has what was made, too."""
         cdef uintptr_t addresses[ARRAYS]
         cdef Py_ssize_t i
         for i in range(len(arrays)):
             addresses[i] = arrays[i].data.ptr
-        self._start(addresses, kernels, failed)
+        self._start(addresses, kernels)
 
-    cdef int _start(self, const uintptr_t *addresses, Kernels kernels, failed) except -1:
+    cdef int _start(self, const uintptr_t *addresses, Kernels kernels) except -1:
         cdef Start start
         cdef void *stream
-        cdef int code
         if self.starts:
             stream = <void *><uintptr_t>kernels._stream().ptr
             for start in self.starts:
-                code = start.run(addresses, stream, kernels.overlapping)
-                if code:
-                    raise failed(start, code)
+                kernels._start(start, addresses, stream)
         return 0
 
 
@@ -399,17 +406,19 @@ cdef class Calls:
 
     Args:
         function: the operation.
-        kernels: -> the `Kernels` in use, whatever raises an error of a launch; or None: nothing is to be prepared now.
+        launch: the module whose ``_kernels`` are in use.
+        recording: -> not None where nothing is to be prepared.
         prepare: function, arguments, their arrays -> the `Call`, or None where it cannot be made again; its result.
         array: -> the class of arrays.
     """
 
-    cdef dict _known
     cdef public object prepare
-    cdef object _function, _kernels, _class_of, _array
+    cdef dict _known
+    cdef object _function, _launch, _recording, _class_of, _array
 
-    def __init__(self, function, kernels, prepare, array):
-        self._function, self._kernels, self.prepare, self._class_of, self._known = function, kernels, prepare, array, {}
+    def __init__(self, function, launch, recording, prepare, array):
+        self._function, self._launch, self._recording, self._class_of = function, launch, recording, array
+        self.prepare, self._known = prepare, {}
 
     def forget(self):
         """Prepare everything anew."""
@@ -417,13 +426,11 @@ cdef class Calls:
 
     def __call__(self, tuple args, dict named):
         cdef Door door
-        cdef Kernels kernels
+        cdef Kernels kernels = self._launch._kernels
         cdef list arrays = []
         cdef Call call
-        found = self._kernels()
-        if found is None:
+        if kernels.watched or self._recording() is not None:
             return self._function(*args, **named)
-        kernels, failed = found
         if self._array is None:
             self._array = self._class_of()
         door.size = door.arrays = 0
@@ -435,7 +442,7 @@ cdef class Calls:
             return self._function(*args, **named)
         if known is not self:
             call = <Call>known
-            return call.run(arrays, door.addresses, kernels, failed)
+            return call.run(arrays, door.addresses, kernels)
         if len(self._known) >= MOST_CALLS:
             self._known = {}
         known, result = self.prepare(self._function, args, named, arrays)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from minidl.cuda import nvrtc
-from minidl.cuda._launch import Kernel, Kernels, Start, plain_number
+from minidl.cuda._launch import Call, Kernel, Kernels, Start, plain_number
 from minidl.cuda.device import (
     BUILT_IN,
     DRY_RUN,
@@ -91,11 +91,14 @@ def launch(
 
 def start(planned: Start) -> None:
     """Start a kernel whose arrays are known."""
-    code = _kernels.start(planned)
-    if code:
-        raise failure(planned, code)
+    _kernels.start(planned)
     if DEBUG:
         _wait(_what(planned))
+
+
+def start_all(call: Call, arrays: list[Any]) -> None:
+    """Start the kernels of a call whose arrays are known."""
+    call.start(arrays, _kernels)
 
 
 def _what(planned: Start) -> str:
@@ -103,19 +106,8 @@ def _what(planned: Start) -> str:
     return f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
 
 
-def failure(planned: Start, code: int) -> RuntimeError:
-    """The error for a kernel that the driver did not start."""
+def _failure(planned: Start, code: int) -> RuntimeError:
     return RuntimeError(f"{_what(planned)} could not be started: {_words(code)}")
-
-
-def kernels() -> Kernels:
-    """Those that are loaded."""
-    return _kernels
-
-
-def is_observed() -> bool:
-    """Whether somebody wants to see single kernels."""
-    return _observer is not None
 
 
 def _attach() -> tuple[Callable[[], int], Callable[[], Any]]:
@@ -160,7 +152,8 @@ def _grant(kernel: Kernel, shared: int) -> None:
     kernel.granted = shared
 
 
-_kernels = Kernels(_attach, _load, _grant, os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0"))
+_kernels = Kernels(_attach, _load, _grant, _failure, os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0"))
+_kernels.watched = DEBUG
 
 
 def _wait(what: str) -> None:
@@ -215,11 +208,11 @@ def observed(observer: Observer) -> Iterator[None]:
     Those of a dry run count too.
     """
     global _observer
-    before, _observer = _observer, observer
+    before, _observer, watched, _kernels.watched = _observer, observer, _kernels.watched, True
     try:
         yield
     finally:
-        _observer = before
+        _observer, _kernels.watched = before, watched
 
 
 @contextmanager

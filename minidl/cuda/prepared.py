@@ -33,7 +33,7 @@ class _Elsewhere(Exception):
 def prepared(operation: Operation) -> Operation:
     """``operation`` with its calls prepared. It decides by its arguments and by what calls `forget` when it changes; all
     of its work is kernels that are launched here, on arrays that it is given or makes by ``empty`` and ``zeros``."""
-    calls = Calls(operation, _kernels, _prepare, lambda: import_cupy().ndarray)
+    calls = Calls(operation, launch, recording, _prepare, lambda: import_cupy().ndarray)
     _known.append(calls)
 
     @functools.wraps(operation)
@@ -47,12 +47,6 @@ def forget() -> None:
     """Prepare all calls anew: something has changed that operations decide by."""
     for calls in _known:
         calls.forget()
-
-
-def _kernels() -> tuple[Any, Callable[[Any, int], Exception]] | None:
-    if recording() is not None or launch.DEBUG or launch.is_observed():
-        return None
-    return launch.kernels(), launch.failure
 
 
 def _prepare(
@@ -77,7 +71,7 @@ def _prepare(
         return None, result
     for start, where in zip(recorded.starts, places, strict=True):
         start.place(where)
-    call.start(arrays, launch.kernels(), launch.failure)
+    launch.start_all(call, arrays)
     return call, result
 
 
