@@ -167,7 +167,9 @@ def install(monkeypatch) -> Driver:
         ndarray=Array, zeros=Array, cuda=cuda, asnumpy=lambda x: np.zeros(x.shape, x.dtype),
         array=lambda host, order: Array(host.shape, host.dtype), ascontiguousarray=lambda x: Array(x.shape, x.dtype),
     )  # fmt: skip
-    driver = SimpleNamespace(cuTensorMapEncodeTiled=_encoded, cuTensorMapEncodeIm2col=_encoded, cuStreamGetId=_stream_id)
+    driver = SimpleNamespace(
+        cuTensorMapEncodeTiled=_encoded, cuTensorMapEncodeIm2col=_encoded, cuStreamGetId=_stream_id
+    )
     for module in (array, device, prepared, tickets, conv2d_tuned):
         monkeypatch.setattr(module, "import_cupy", lambda: cupy)
     for module in (hopper, tickets):

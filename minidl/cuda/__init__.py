@@ -106,9 +106,12 @@ name = "cuda"
 # The table is what is imported above.
 __all__ = ["Array", "name", *(key for key, value in globals().items() if isinstance(value, FunctionType))]
 
-# Arrays come and go, or are told numbers that change; what sparse products decide may be in an array.
+# What is no work of kernels, or is told numbers that change. What a sparse product decides may lie in its arrays.
 _AT_ONCE = {"assign", "empty", "from_dlpack", "from_host", "synchronize", "to_host", "uploader", "zeros"}
-globals().update({key: prepared.prepared(globals()[key]) for key in __all__[2:] if key not in _AT_ONCE and key[:4] != "csb_"})
+
+for _operation in __all__[2:]:
+    if _operation not in _AT_ONCE and not _operation.startswith("csb_"):
+        globals()[_operation] = prepared.prepared(globals()[_operation])
 
 
 def require_device() -> None:

@@ -1,4 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False
+# Over 500 lines: what is called again reaches into the C structures of launches.
 """Kernel launches without CuPy's conversions: arguments are laid out here and go to the driver's cuLaunchKernelEx.
 
 And calls of operations that are made again with arrays elsewhere (`Calls`): what `minidl.cuda.prepared` is about.

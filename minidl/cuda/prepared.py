@@ -1,10 +1,10 @@
 """Operations that are called again and again: what they decide is worked out once and kept.
 
-An operation decides by the shapes, types and settings that it is given, and by how its arrays are aligned: checks, which
-kernel, its grid and its structures, the workspaces. `prepared` runs it once for each of these, notes the arrays that it
-makes and the launches that it asks for, and starts them; a call like it makes such arrays and starts the same launches
-with the addresses of its own (`Call` in _launch.pyx). The first call goes the same way, so nothing is computed in two
-ways. Nothing is remembered by an array's identity, and no array is kept.
+An operation decides by the shapes, types and settings that it is given, and by how its arrays are aligned: checks,
+which kernel, its grid and its structures, the workspaces. `prepared` runs it once for each of these, notes the arrays
+that it makes and the launches that it asks for, and starts them; a call like it makes such arrays and starts the same
+launches with the addresses of its own (`Call` in _launch.pyx). Nothing is remembered by an array's identity, and no
+array is kept.
 
 What an operation is told by any other object than an array, a number, a word, a dtype or a dataclass of these, it sees
 anew each time; as does every call in a dry run, beside a profiler of kernels, with MINIDL_DEBUG=1, or in `unprepared`.
@@ -31,8 +31,11 @@ class _Elsewhere(Exception):
 
 
 def prepared(operation: Operation) -> Operation:
-    """``operation`` with its calls prepared. It decides by its arguments and by what calls `forget` when it changes; all
-    of its work is kernels that are launched here, on arrays that it is given or makes by ``empty`` and ``zeros``."""
+    """``operation`` with its calls prepared.
+
+    It decides by its arguments, and by what calls `forget` when it changes; all of its work is kernels that `launch`
+    starts, on arrays that it is given or makes by ``empty`` and ``zeros``.
+    """
     calls = Calls(operation, launch, recording, _prepare, lambda: import_cupy().ndarray)
     _known.append(calls)
 
