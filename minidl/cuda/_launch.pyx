@@ -294,8 +294,8 @@ cdef class Kernels:
 
         Args:
             args: arrays with ``data.ptr`` (their address), None (a null pointer), NumPy scalars and arrays (their
-                bytes), what has ``arrays`` and ``views.maps``, each a `Map` and which of the arrays it is of (by value, one
-                after the other), or what gives such bytes for each launch by ``argument()``.
+                bytes), what has ``arrays`` and ``views.maps``, each a `Map` and which of the arrays it is of (by value,
+                one after the other), or what gives such bytes for each launch by ``argument()``.
 
         Raises:
             TypeError: for a plain Python number, whose width in C would be a guess.
@@ -435,7 +435,9 @@ cdef class Calls:
         if self._array is None:
             self._array = self._class_of()
         door.size = door.arrays = 0
-        if not (_put(&door, kernels._current()) and self._sees(&door, args, arrays) and self._sees(&door, named, arrays)):
+        if not _put(&door, kernels._current()):
+            return self._function(*args, **named)
+        if not (self._sees(&door, args, arrays) and self._sees(&door, named, arrays)):
             return self._function(*args, **named)
         key = PyBytes_FromStringAndSize(door.key, door.size)
         known = self._known.get(key, self)
@@ -451,7 +453,7 @@ cdef class Calls:
         return result
 
     cdef bint _sees(self, Door *door, item, list arrays) except -1:
-        """Add to the key what an operation may see of an argument but an array's address; false where it may see more."""
+        """Add to the key what an operation may see of an argument but its address; false where it may see more."""
         cdef cnp.dtype dtype
         cdef Py_ssize_t size
         cdef const char *text
