@@ -182,5 +182,4 @@ def install(monkeypatch) -> Driver:
     monkeypatch.setattr(conv2d_tuned, "_installed", conv2d_tuned.NOTHING)
     # Plans are kept, and with them what the driver encodes maps with: here they are not to be.
     monkeypatch.setattr(hopper.Views, "maps", property(hopper.Views.maps.func))
-    prepared.forget()
     return kernels

@@ -27,8 +27,7 @@ CONV = {"stride": (1, 1), "padding": (1, 1), "dilation": (1, 1), "groups": 1}
 
 @pytest.fixture
 def driver(monkeypatch):
-    yield stand_in.install(monkeypatch)
-    prepared.forget()
+    return stand_in.install(monkeypatch)
 
 
 @pytest.fixture
