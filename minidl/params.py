@@ -364,8 +364,12 @@ class Arena:
 
     def _start(self, message: Message) -> None:
         """Send the message's gradients; those that are sums already need no journey."""
-        at = self._places.at(message.begin)
-        part = self.wire[at : at + self._places.held(message)]
+        held = self._places.held(message)
+        if self.wire is self.grad:
+            part = self.gradient(message.begin, message.begin + held)
+        else:
+            at = self._places.at(message.begin)
+            part = self.wire[at : at + held]
         if message.summed:
             message.work = SOLO.start_all_reduce(part)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: workers with all cores each stand in each other's way
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from minidl import backend
+from minidl.cuda import prepared
 from minidl.precision import bfloat16, float16, float32
 from tests.dist import job
 
@@ -28,6 +30,21 @@ _NO_CUDA = _cuda_reason()
 CUDA = pytest.param(
     "cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(_NO_CUDA is not None, reason=f"needs a GPU: {_NO_CUDA}")]
 )
+
+
+def _decided_anew(method):
+    """Where a test puts something else in the place of what operations decide by, no prepared call may go on."""
+
+    @functools.wraps(method)
+    def then_forget(*args, **named):
+        method(*args, **named)
+        prepared.forget()
+
+    return then_forget
+
+
+for _change in ("setattr", "undo"):
+    setattr(pytest.MonkeyPatch, _change, _decided_anew(getattr(pytest.MonkeyPatch, _change)))
 
 
 def pytest_runtest_setup(item):

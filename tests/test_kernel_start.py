@@ -9,32 +9,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from minidl.cuda import hopper
 from minidl.cuda import launch as launch_module
-from minidl.cuda.hopper import TensorMaps, Views
+from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.precision import bfloat16
-
-
-class _Attribute(ctypes.Structure):
-    _fields_ = [("which", ctypes.c_int), ("padding", ctypes.c_int), ("value", ctypes.c_int * 16)]
-
-
-class _Config(ctypes.Structure):
-    _fields_ = [
-        ("sizes", ctypes.c_uint * 7),
-        ("stream", ctypes.c_void_p),
-        ("attributes", ctypes.POINTER(_Attribute)),
-        ("count", ctypes.c_uint),
-    ]
-
-
-LAUNCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    ctypes.POINTER(_Config),
-    ctypes.c_void_p,
-    ctypes.POINTER(ctypes.c_void_p),
-    ctypes.c_void_p,
-)
+from tests.stand_in import LAUNCH
 
 
 class _Driver:
@@ -75,7 +55,9 @@ def recorder(monkeypatch):
         grants.append(shared)
         kernel.granted = shared
 
-    kernels = launch_module.Kernels(lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant)
+    kernels = launch_module.Kernels(
+        lambda: (lambda: 3, lambda: SimpleNamespace(ptr=11)), load, grant, launch_module._failure
+    )
     monkeypatch.setattr(launch_module, "_kernels", kernels)
     monkeypatch.setattr(launch_module, "DEBUG", False)
     recorder.loads, recorder.grants = loads, grants
@@ -147,20 +129,74 @@ def test_launch_refuses_what_is_not_so_many_bytes_in_a_row(recorder, argument):
     assert not recorder.calls
 
 
-def test_launch_encodes_tensor_maps_and_holds_them_until_the_kernel_is_started(recorder):
+TILED = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_uint), ctypes.POINTER(ctypes.c_uint), *[ctypes.c_int] * 4,
+)  # fmt: skip
+COLUMNS = ctypes.CFUNCTYPE(
+    ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64),
+    ctypes.POINTER(ctypes.c_uint64), ctypes.POINTER(ctypes.c_int), ctypes.POINTER(ctypes.c_int), ctypes.c_uint,
+    ctypes.c_uint, ctypes.POINTER(ctypes.c_uint), *[ctypes.c_int] * 4,
+)  # fmt: skip
+
+
+@pytest.fixture
+def encoder(monkeypatch):
+    """Stands in for the driver's functions that encode tensor maps: they note what they get and number the maps."""
+    calls = []
+
+    def noted(space, facts):
+        assert space % 64 == 0, "as the driver asks"
+        calls.append(facts)
+        ctypes.memset(space, len(calls), 128)
+        return encoder.code
+
+    @TILED
+    def tiled(space, kind, rank, array, sizes, pitches, box, steps, *rest):
+        return noted(space, (kind, array, sizes[:rank], pitches[: rank - 1], box[:rank], steps[:rank], rest))
+
+    @COLUMNS
+    def columns(space, kind, rank, array, sizes, pitches, first, last, channels, pixels, steps, *rest):
+        found = kind, array, sizes[:rank], pitches[: rank - 1], first[: rank - 2], last[: rank - 2]
+        return noted(space, (*found, channels, pixels, steps[:rank], rest))
+
+    encoder = SimpleNamespace(cuTensorMapEncodeTiled=tiled, cuTensorMapEncodeIm2col=columns, calls=calls, code=0)
+    monkeypatch.setattr(hopper, "driver", lambda: encoder)
+    return encoder
+
+
+def test_launch_encodes_tensor_maps_of_arrays_where_they_are(recorder, encoder):
+    image = View(1, (64, 7, 5, 2), (128, 896, 4480), (64, 128), corners=((-1, -2), (1, 2)), steps=(2, 1), offset=16)
+    views = Views((View(0, (32, 100), (128,), (32, 64), neighbours=False), 0), (image, 1), (image, 2))
+    arrays = [SimpleNamespace(data=SimpleNamespace(ptr=ptr)) for ptr in (512, 1024, 2048)]
+    recorder.widths = [384, 8]
+    launch("stem", "k", 1, 32, TensorMaps(views, (arrays[0], arrays[1], None)), arrays[2])
+    assert encoder.calls == [
+        (7, 512, [32, 100], [128], [32, 64], [1, 1], (0, 3, 2, 0)),
+        (9, 1040, [64, 7, 5, 2], [128, 896, 4480], [-1, -2], [1, 2], 64, 128, [1, 2, 1, 1], (0, 3, 3, 0)),
+    ]
+    maps = b"\1" * 128 + b"\2" * 128 + bytes(128), (2048).to_bytes(8, "little")
+    assert recorder.calls[0][3] == list(maps), "no array, no map"
+    launch("stem", "k", 1, 32, TensorMaps(views, (arrays[2], arrays[1], None)), arrays[0])
+    assert encoder.calls[2][1] == 2048 and recorder.calls[1][3][0][:1] == b"\3"
+    encoder.code = 1
+    with pytest.raises(RuntimeError, match="tensor map of View.*array at 0x200: CUDA error 1"):
+        launch("stem", "k", 1, 32, TensorMaps(views, (arrays[0], arrays[1], None)))
+    with pytest.raises(ValueError, match="at most 32 tensor maps, got 33"):
+        launch("stem", "k", 1, 32, *[TensorMaps(views, (arrays[0], None, None))] * 11)
+
+
+def test_an_argument_may_be_made_for_each_launch(recorder):
     made = []
 
-    class Fresh(Views):
-        def at(self, addresses):
-            made.append(addresses)
-            return np.full(128, len(made), np.uint8)
+    class Counter:
+        def argument(self):
+            made.append(len(made))
+            return np.array([made[-1]], np.uint64)
 
-    maps = TensorMaps(Fresh(), (SimpleNamespace(data=SimpleNamespace(ptr=512)), None))
-    recorder.widths = [128, 128]
-    launch("stem", "k", 1, 32, maps, maps)
-    assert made == [(512, 0), (512, 0)]
-    first, second = recorder.calls[0][3]
-    assert first != second and len(set(first)) == 1
+    recorder.widths = [8, 8]
+    launch("stem", "k", 1, 32, Counter(), Counter())
+    assert [int.from_bytes(found, "little") for found in recorder.calls[0][3]] == [0, 1]
 
 
 def test_a_launch_that_fails_names_the_kernel_and_the_error(recorder, monkeypatch):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from types import FunctionType
 from typing import Any
 
-from minidl.cuda import array, device
+from minidl.cuda import array, device, prepared
 from minidl.cuda.activation import activate, activate_backward, relu, relu_backward
 from minidl.cuda.adaptive import (
     adam_advance,
@@ -105,6 +105,13 @@ name = "cuda"
 
 # The table is what is imported above.
 __all__ = ["Array", "name", *(key for key, value in globals().items() if isinstance(value, FunctionType))]
+
+# What is no work of kernels, or is told numbers that change. What a sparse product decides may lie in its arrays.
+_AT_ONCE = {"assign", "empty", "from_dlpack", "from_host", "synchronize", "to_host", "uploader", "zeros"}
+
+for _operation in __all__[2:]:
+    if _operation not in _AT_ONCE and not _operation.startswith("csb_"):
+        globals()[_operation] = prepared.prepared(globals()[_operation])
 
 
 def require_device() -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
-from minidl.cuda.device import active_dry_run, import_cupy
+from minidl.cuda.device import active_dry_run, import_cupy, recording
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, address, dense, in_rows, walk
 from minidl.precision import bfloat16, float16, float32
@@ -26,13 +26,18 @@ def array_type() -> type:
 def empty(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array whose values are whatever was there: the only way in which the table and the layers allocate."""
     dry = active_dry_run()
-    return import_cupy().ndarray(shape, dtype) if dry is None else dry.made(shape, dtype)
+    return _made(import_cupy().ndarray, shape, dtype) if dry is None else dry.made(shape, dtype)
 
 
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros."""
     dry = active_dry_run()
-    return import_cupy().zeros(shape, dtype) if dry is None else dry.made(shape, dtype)
+    return _made(import_cupy().zeros, shape, dtype) if dry is None else dry.made(shape, dtype)
+
+
+def _made(function: Callable[[Any, Any], Any], shape: int | Sequence[int], dtype: Any) -> Any:
+    recorded = recording()
+    return recorded.make(function, shape, dtype) if recorded else function(shape, dtype)
 
 
 def from_host(host: Any, dtype: Any = None) -> Any:

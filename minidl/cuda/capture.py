@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
-from minidl.cuda.device import import_cupy
+from minidl.cuda.device import import_cupy, unprepared
 
 
 class Allocator(Protocol):
@@ -159,7 +159,8 @@ def used_bytes() -> int:
 def allocating(allocator: Allocator) -> Iterator[None]:
     """Within, CuPy's arrays of this thread come from ``allocator``."""
     cupy = import_cupy()
-    with cupy.cuda.using_allocator(cupy.cuda.PythonFunctionAllocator(allocator.malloc, allocator.free).malloc):
+    memory = cupy.cuda.PythonFunctionAllocator(allocator.malloc, allocator.free)
+    with cupy.cuda.using_allocator(memory.malloc), unprepared():  # which of two calls is the first must not matter
         yield
 
 

@@ -10,10 +10,11 @@ import ctypes
 import dataclasses
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
@@ -114,6 +115,44 @@ class DryRun:
 
 DRY_RUN: ContextVar[DryRun | None] = ContextVar("minidl_dry_run", default=None)
 active_dry_run = DRY_RUN.get
+
+
+@dataclass
+class Recorded:
+    """What an operation does that is being prepared (`minidl.cuda.prepared`).
+
+    Attributes:
+        made: (function, shape, dtype) of each new array.
+        arrays: these arrays.
+        starts: the launches, which are to follow.
+    """
+
+    made: list[tuple[Callable[[Any, Any], Any], Any, Any]] = field(default_factory=list)
+    arrays: list[Any] = field(default_factory=list)
+    starts: list[Any] = field(default_factory=list)
+
+    def make(self, function: Callable[[Any, Any], Any], shape: Any, dtype: Any) -> Any:
+        """A new array, noted."""
+        array = function(shape, dtype)
+        self.made.append((function, shape, dtype))
+        self.arrays.append(array)
+        return array
+
+
+# What notes what is done; False: nothing is noted, and no operation is prepared; None: any may be.
+RECORDING: ContextVar[Recorded | Literal[False] | None] = ContextVar("minidl_recording", default=None)
+recording = RECORDING.get
+
+
+@contextmanager
+def unprepared() -> Iterator[None]:
+    """Inside, every operation decides anew, by what is so inside, and has its arrays as it asks for them."""
+    token = RECORDING.set(False)
+    try:
+        yield
+    finally:
+        RECORDING.reset(token)
+
 
 _live: dict[int, DeviceRecord] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
@@ -44,11 +43,6 @@ def strip_length(threads: int, rows: int, longest: int = 4, resident: int = THRE
     return strip
 
 
-# Kernel arguments of type ``int`` and ``long long``, kept: to make one takes half as long as to launch a kernel.
-int32 = functools.lru_cache(maxsize=4096)(np.int32)
-int64 = functools.lru_cache(maxsize=4096)(np.int64)
-
-
 def ints(*values: int) -> tuple[Any, ...]:
     """Kernel arguments of type ``int``."""
-    return tuple(map(int32, values))
+    return tuple(map(np.int32, values))

@@ -7,16 +7,13 @@ fastest dimension first. What lies outside of the array is read as zeros and not
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, NamedTuple
 
-import numpy as np
-
+from minidl.cuda._launch import Map
 from minidl.cuda.device import driver
-from minidl.cuda.rows import addresses
 from minidl.shapes import Pair
 
-MAP_BYTES = 128
-_ALIGNMENT = 64  # of what the driver writes
 TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory
 BYTES = 4  # of bytes, whose rows lie side by side in shared memory
 # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32, _UINT8
@@ -67,22 +64,15 @@ class Views:
 
     def __init__(self, *views: tuple[View, int]) -> None:
         self._views = views
-        self._encoded: dict[tuple[int, ...], np.ndarray] = {}
 
     @property
     def legal(self) -> bool:
         return all(view.legal for view, _ in self._views)
 
-    def at(self, addresses: tuple[int, ...]) -> np.ndarray:
-        """The kernel's argument for arrays at these addresses. An address of 0 is for an array that is not there."""
-        value = self._encoded.get(addresses)
-        if value is None:
-            if len(self._encoded) >= 256:  # arrays that keep moving
-                self._encoded.clear()
-            parts = (_encode(view, addresses[index]) for view, index in self._views)
-            value = np.frombuffer(b"".join(parts), f"V{MAP_BYTES * len(self._views)}")
-            self._encoded[addresses] = value
-        return value
+    @functools.cached_property
+    def maps(self) -> list[tuple[Map, int]]:
+        """As `minidl.cuda.launch.launch` hands them over; needs the driver."""
+        return [(_map(view), index) for view, index in self._views]
 
 
 class TensorMaps(NamedTuple):
@@ -91,36 +81,13 @@ class TensorMaps(NamedTuple):
     views: Views
     arrays: tuple[Any, ...]
 
-    def argument(self) -> np.ndarray:
-        """What the kernel gets; needs the driver."""
-        return self.views.at(addresses(self.arrays))
 
-
-def _encode(view: View, base: int) -> bytes:
-    """The 128 bytes that the driver makes of a view; zeros without an array."""
-    if base == 0:
-        return bytes(MAP_BYTES)
-
-    def numbers(kind: type, values: tuple[int, ...]) -> ctypes.Array:
-        return (kind * len(values))(*values)
-
-    space = ctypes.create_string_buffer(MAP_BYTES + _ALIGNMENT)
-    start = -(-ctypes.addressof(space) // _ALIGNMENT) * _ALIGNMENT
-    word, signed, wide = ctypes.c_uint32, ctypes.c_int, ctypes.c_uint64
-    dimensions = len(view.sizes)
-    head = (
-        ctypes.c_void_p(start), signed(_DATA_TYPE[view.code]), word(dimensions), ctypes.c_void_p(base + view.offset),
-        numbers(wide, view.sizes), numbers(wide, view.pitches),
-    )  # fmt: skip
+def _map(view: View) -> Map:
+    """A view as the driver takes it."""
+    name = "cuTensorMapEncodeTiled" if view.corners is None else "cuTensorMapEncodeIm2col"
+    entry = ctypes.cast(getattr(driver(), name), ctypes.c_void_p).value
+    steps = (1,) * len(view.sizes) if view.corners is None else (1, *view.steps, 1)
     swizzle = _SWIZZLE_NONE if view.code == BYTES or not view.swizzled else _SWIZZLE_128B
     promotion = _PROMOTION_256B if view.neighbours else _PROMOTION_128B
-    tail = (signed(0), signed(swizzle), signed(promotion), signed(0))
-    if view.corners is None:
-        name, shape, steps = "cuTensorMapEncodeTiled", (numbers(word, view.box),), (1,) * dimensions
-    else:
-        name, steps = "cuTensorMapEncodeIm2col", (1, *view.steps, 1)
-        shape = (*(numbers(signed, corner) for corner in view.corners), word(view.box[0]), word(view.box[1]))
-    code = getattr(driver(), name)(*head, *shape, numbers(word, steps), *tail)
-    if code:
-        raise RuntimeError(f"{name} of {view}, array at {base:#x}: CUDA error {code}")
-    return ctypes.string_at(start, MAP_BYTES)
+    sizes = view.sizes, view.pitches, view.box, view.corners, steps, view.offset
+    return Map(entry, _DATA_TYPE[view.code], *sizes, swizzle, promotion, view)

@@ -10,11 +10,11 @@ import ctypes
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from minidl.cuda import nvrtc
-from minidl.cuda._launch import Kernel, Kernels, plain_number
+from minidl.cuda._launch import Call, Kernel, Kernels, Start, plain_number
 from minidl.cuda.device import (
     BUILT_IN,
     DRY_RUN,
@@ -26,6 +26,8 @@ from minidl.cuda.device import (
     current_device,
     driver,
     import_cupy,
+    recording,
+    unprepared,
 )
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.machine_code import waiting
@@ -40,7 +42,6 @@ Observer = Callable[[str, str, Mapping[str, int | str]], AbstractContextManager]
 
 _modules: dict[tuple, Any] = {}
 _observer: Observer | None = None
-_overlapping = os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0")
 
 
 def launch(
@@ -75,16 +76,38 @@ def launch(
     if dry is not None:
         _record(dry, stem, name, grid, block, args, defines, shared)
         return
-    if _observer is None:
-        code = _kernels.start(stem, name, grid, block, args, defines, shared, _overlapping)
+    planned = _kernels.prepared(stem, name, grid, block, args, defines, shared)
+    if planned is None:
+        return
+    recorded = recording()
+    if recorded:
+        recorded.starts.append(planned)
+    elif _observer is None:
+        start(planned)
     else:
-        with _observer(stem, name, defines) if 0 not in grid else nullcontext():
-            code = _kernels.start(stem, name, grid, block, args, defines, shared, _overlapping)
-    if code or DEBUG:
-        what = f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
-        if code:
-            raise RuntimeError(f"{what} could not be started: {_words(code)}")
-        _wait(what)
+        with _observer(stem, name, defines):
+            start(planned)
+
+
+def start(planned: Start) -> None:
+    """Start a kernel whose arrays are known."""
+    _kernels.start(planned)
+    if DEBUG:
+        _wait(_what(planned))
+
+
+def start_all(call: Call, arrays: list[Any]) -> None:
+    """Start the kernels of a call whose arrays are known."""
+    call.start(arrays, _kernels)
+
+
+def _what(planned: Start) -> str:
+    stem, name, defines, grid, block, shared = planned.what
+    return f"kernel {name} of {stem}.cu {dict(defines)}, grid {grid}, block {block}, shared {shared}"
+
+
+def _failure(planned: Start, code: int) -> RuntimeError:
+    return RuntimeError(f"{_what(planned)} could not be started: {_words(code)}")
 
 
 def _attach() -> tuple[Callable[[], int], Callable[[], Any]]:
@@ -129,7 +152,8 @@ def _grant(kernel: Kernel, shared: int) -> None:
     kernel.granted = shared
 
 
-_kernels = Kernels(_attach, _load, _grant)
+_kernels = Kernels(_attach, _load, _grant, _failure, os.environ.get("MINIDL_OVERLAP", "1") not in ("", "0"))
+_kernels.watched = DEBUG
 
 
 def _wait(what: str) -> None:
@@ -184,11 +208,11 @@ def observed(observer: Observer) -> Iterator[None]:
     Those of a dry run count too.
     """
     global _observer
-    before, _observer = _observer, observer
+    before, _observer, watched, _kernels.watched = _observer, observer, _kernels.watched, True
     try:
         yield
     finally:
-        _observer = before
+        _observer, _kernels.watched = before, watched
 
 
 @contextmanager
@@ -198,12 +222,11 @@ def overlapping(wanted: bool) -> Iterator[None]:
     They may unless MINIDL_OVERLAP=0 is set. It changes no bit of a result, so it is no part of any key: for
     measurements, and to find out who forgot to wait.
     """
-    global _overlapping
-    before, _overlapping = _overlapping, wanted
+    before, _kernels.overlapping = _kernels.overlapping, wanted
     try:
         yield
     finally:
-        _overlapping = before
+        _kernels.overlapping = before
 
 
 @contextmanager
@@ -216,6 +239,7 @@ def dry_run(device: DeviceRecord | None = None, watcher: Watcher | None = None) 
     log = DryRun(device or BUILT_IN["H200"], watcher=watcher)
     token = DRY_RUN.set(log)
     try:
-        yield log
+        with unprepared():
+            yield log
     finally:
         DRY_RUN.reset(token)

@@ -6,30 +6,15 @@ The device side is ``Share`` in common.cuh.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks, shapes
-from minidl.cuda._rows import (
-    address,
-    addresses,
-    alignment,
-    dense,
-    flat_width,
-    in_rows,
-    rows,
-    spans,
-    vector_width,
-    vectors,
-)
 from minidl.cuda.device import current_device
 from minidl.precision import bfloat16, float16, float32
-
-__all__ = [
-    "DTYPE", "Walk", "address", "addresses", "alignment", "dense", "dtype_code", "in_rows", "rows", "vector_width",
-    "vectors", "walk", "walk_channels", "walk_samples",
-]  # fmt: skip
 
 THREADS = 256
 ACCESS = 16  # bytes that one load or store moves at most
@@ -37,6 +22,102 @@ ROW_LIMIT = 2**30  # kernels count rows in an int
 LASTING = 8  # groups of rows of a thread that stays
 BLOCKS = (3, 24)  # then on a multiprocessor: what runs at a time, and enough to even out their speeds
 DTYPE = {float32: 0, bfloat16: 1, float16: 2}  # the macro DTYPE of common.cuh
+
+
+def address(x: Any) -> int:
+    """The device address of an array; of a dry run's NumPy array, its host address."""
+    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
+
+
+def dense(x: Any) -> bool:
+    """Whether ``x`` lies in C order without gaps."""
+    return x.flags.c_contiguous
+
+
+def alignment(x: Any, pitch: int = ACCESS) -> int:
+    """The largest power of two, at most 16, that the address and ``pitch`` bytes are multiples of."""
+    bits = address(x) | pitch | ACCESS
+    return bits & -bits
+
+
+def in_rows(x: Any) -> bool:
+    """Whether ``x`` is dense or pitched: what `rows` takes."""
+    return dense(x) or shapes.pixel_pitch(x.shape, x.strides, x.itemsize) is not None
+
+
+def rows(x: Any) -> tuple[int, int, int]:
+    """``x`` as (number of rows, channels, pitch in elements).
+
+    Raises:
+        ValueError: when ``x`` is neither dense nor pitched; ``as_rows`` makes it so.
+    """
+    channels = pitch = x.shape[-1] if x.shape else 1
+    if not dense(x):
+        pitch = shapes.pixel_pitch(x.shape, x.strides, x.itemsize)
+        if pitch is None:
+            raise ValueError(f"{checks.describe(x)} has strides {x.strides}: rows of channels must lie at one pitch")
+    return math.prod(x.shape[:-1]), channels, pitch
+
+
+def _widest(sizes: Sequence[int], aligned: Sequence[int], channels: int, itemsize: int) -> int:
+    """The most elements per vector: a power of two that divides ``channels`` and whose accesses are aligned.
+
+    At most 16 bytes of ``itemsize``: vectors of wider types are split into several accesses.
+    """
+    width = ACCESS // itemsize
+    while width > 1 and (
+        channels % width or any(at < min(width * size, ACCESS) for size, at in zip(sizes, aligned, strict=True))
+    ):
+        width //= 2
+    return width
+
+
+def vector_width(*arrays: Any) -> int:
+    """The most channels that a thread may move at a time in each of the pitched ``arrays``: 1, 2, 4, 8 or 16.
+
+    At most 16 bytes of the narrowest type; divides every channel count; every row of every array starts aligned for it.
+    """
+    return spans(arrays)[3]
+
+
+def spans(
+    arrays: Sequence[Any], parameters: Sequence[Any] = (), itemsize: int = 0, scale: int = 1
+) -> tuple[int, int, tuple[int, ...], int]:
+    """How ``arrays``, seen as rows of channels, are walked together.
+
+    Args:
+        parameters: dense arrays of values per channel, or None, that are read in vectors, too.
+        itemsize: bytes of the values of which a vector takes 16; 0: of the narrowest.
+        scale: elements of a value, where bytes are counted in place of values.
+
+    Returns:
+        Of the first: number of rows, channels; pitches of all ``arrays``; the most elements per vector.
+    """
+    found = [rows(x) for x in arrays]
+    sizes = [x.itemsize // scale for x in arrays]
+    pitches = [pitch * scale for *_, pitch in found]
+    aligned = [alignment(x, pitch * size) for x, pitch, size in zip(arrays, pitches, sizes, strict=True)]
+    for x in parameters:
+        if x is not None:
+            sizes.append(x.itemsize)
+            aligned.append(alignment(x))
+    channels = math.gcd(*[one * scale for _, one, _ in found])
+    return found[0][0], found[0][1] * scale, tuple(pitches), _widest(sizes, aligned, channels, itemsize or min(sizes))
+
+
+def flat_width(arrays: Sequence[Any], scale: int = 1) -> int:
+    """The most elements per vector of dense arrays, of whose widest type a vector takes 16 bytes, wherever rows end;
+    0 where one of them is not dense. ``scale``: as of `spans`.
+    """
+    if not all(dense(x) for x in arrays):
+        return 0
+    sizes = [x.itemsize // scale for x in arrays]
+    return _widest(sizes, [alignment(x) for x in arrays], 0, max(sizes))
+
+
+def vectors(size: int, arrays: Sequence[Any]) -> bool:
+    """Whether each of ``arrays`` that is not None is dense float32 of ``size`` elements."""
+    return all(x is None or (x.dtype == float32 and x.size == size and dense(x)) for x in arrays)
 
 
 def dtype_code(x: Any, who: str, argument: str = "x") -> int:

@@ -10,7 +10,6 @@ import numpy as np
 from minidl import checks
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_plan import BLOCKS_WANTED, lanes_along
-from minidl.cuda.grid import int32, int64
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, alignment, dense, dtype_code, rows, vector_width
 from minidl.precision import float32
@@ -67,7 +66,7 @@ def sum_partials(partials: Any | None, chunks: int, out: Any, accumulate: bool) 
         QUAD if out.size % QUAD == 0 and all([alignment(x) == ACCESS for x in (partials, out) if x is not None]) else 1
     )
     grid, block, defines = _sum_plan(chunks, out.size, vec)
-    sizes = int32(chunks), int64(out.size), int32(accumulate)
+    sizes = np.int32(chunks), np.int64(out.size), np.int32(accumulate)
     launch("channel_sum", "sum_partials_kernel", grid, block, partials, out, *sizes, defines=defines)
 
 

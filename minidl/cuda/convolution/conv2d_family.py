@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from minidl import checks
 from minidl.cuda.convolution.conv2d_plan import Convolution
+from minidl.cuda.device import unprepared
 
 TEXTBOOK = ("direct", "tiled")
 FAMILIES = ("generic", "grouped", "hopper", "small", "stem", "thin", *TEXTBOOK)
@@ -65,7 +66,8 @@ def kernel(choice: Choice) -> Iterator[None]:
     """Inside, every convolution that can be done so runs on just this kernel; others run as they would outside."""
     token = _kernel.set(choice)
     try:
-        yield
+        with unprepared():
+            yield
     finally:
         _kernel.reset(token)
 
@@ -118,6 +120,7 @@ def family(name: str) -> Iterator[None]:
         raise checks.bad_value("family", "name", " or ".join(FAMILIES), name)
     token = _forced.set(name)
     try:
-        yield
+        with unprepared():
+            yield
     finally:
         _forced.reset(token)

@@ -38,7 +38,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     tail_of,
     walks_of,
 )
-from minidl.cuda.convolution.tickets import counter
+from minidl.cuda.convolution.tickets import TICKETS
 from minidl.cuda.device import DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
@@ -413,7 +413,7 @@ def start(
     if spaced is not None:
         more = (add if spaced else None,)
     maps = TensorMaps(planned.views, (w, source, output, None if spaced else add, *arrays))
-    tickets = counter() if planned.several else None
+    tickets = TICKETS if planned.several else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
         maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, tickets, *more,

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from minidl import checks
-from minidl.cuda import nvrtc
+from minidl.cuda import nvrtc, prepared
 from minidl.cuda.convolution.conv2d_family import Choice, Question, forced_kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import active_dry_run, current_device, import_cupy
+from minidl.cuda.device import active_dry_run, current_device, import_cupy, unprepared
 
 SCHEMA = 1
 STEMS = (
@@ -90,7 +90,8 @@ def asked() -> Iterator[list[Question]]:
     heard: list[Question] = []
     token = _listener.set(heard)
     try:
-        yield heard
+        with unprepared():
+            yield heard
     finally:
         _listener.reset(token)
 
@@ -109,6 +110,7 @@ def install(table: Table | None) -> None:
     """Use this table from now on; None: read one anew when it is next needed."""
     global _installed
     _installed = table
+    prepared.forget()
 
 
 def load() -> Table:

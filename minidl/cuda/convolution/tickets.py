@@ -19,18 +19,19 @@ from minidl.cuda.device import active_dry_run, driver, import_cupy
 
 BYTES = 8  # {taken, left}
 CHUNK = 2**18  # counters that are made at a time: as much memory as a device gives at least
+_LASTING = (0, 1)  # the default stream, CU_STREAM_LEGACY: no addresses, and always there
 RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED: memory may be made while anybody captures
 
 _lock = threading.Lock()
-_of: dict[tuple[int, int], np.uint64] = {}  # by device and stream
+_of: dict[tuple[int, int], np.ndarray] = {}  # by device and stream
 _chunks: dict[int, list[Any]] = {}  # of a device, all that there are
 _taken: dict[int, int] = {}  # of a device, counters that have been given
 
 
-def counter() -> np.uint64:
-    """Address of the counter for a kernel that is launched now, on CuPy's current stream."""
+def counter() -> np.ndarray:
+    """Address, () uint64, of the counter for a kernel that is launched now, on CuPy's current stream."""
     if active_dry_run() is not None:
-        return np.uint64(0)
+        return np.zeros((), np.uint64)
     cuda = import_cupy().cuda
     device, stream = cuda.runtime.getDevice(), cuda.get_current_stream().ptr
     # The default stream cannot be captured, and must not be asked while another one is.
@@ -41,8 +42,19 @@ def counter() -> np.uint64:
     return _of.setdefault(key, _new(device)) if found is None else found
 
 
+class _Tickets:
+    """An argument of `minidl.cuda.launch.launch`: the counter of each launch as it comes."""
+
+    argument = staticmethod(counter)
+
+
+TICKETS = _Tickets()
+
+
 def _id(stream: int) -> int:
     """The number of a stream that is not being captured, which no other has or will have."""
+    if stream in _LASTING:
+        return -stream
     number = ctypes.c_uint64()
     code = driver().cuStreamGetId(ctypes.c_void_p(stream), ctypes.byref(number))
     if code:
@@ -50,13 +62,13 @@ def _id(stream: int) -> int:
     return number.value
 
 
-def _new(device: int) -> np.uint64:
+def _new(device: int) -> np.ndarray:
     with _lock:
         chunks, taken = _chunks.setdefault(device, []), _taken.get(device, 0)
         if taken == CHUNK * len(chunks):
             chunks.append(_zeros())
         _taken[device] = taken + 1
-        return np.uint64(chunks[-1].ptr + taken % CHUNK * BYTES)
+        return np.array(chunks[-1].ptr + taken % CHUNK * BYTES, np.uint64)
 
 
 def _zeros() -> Any:

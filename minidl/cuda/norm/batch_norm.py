@@ -12,7 +12,7 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cuda.activation import struct_of
 from minidl.cuda.array import as_rows, empty
-from minidl.cuda.grid import int32, ints
+from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.merge_lanes import merge_lanes
 from minidl.cuda.norm.signs import are_signs, check_signs, signs_shape
@@ -162,7 +162,7 @@ def batch_norm_eval_moments(running_mean: Any, running_var: Any, eps: float) -> 
     moments = empty((2, channels), float32)
     launch(
         "batch_norm_moments", "batch_norm_eval_moments_kernel", shapes.ceil_div(channels, 128), 128,
-        running_mean, running_var, moments, np.float64(eps), int32(channels),
+        running_mean, running_var, moments, np.float64(eps), np.int32(channels),
     )  # fmt: skip
     return moments
 
@@ -221,7 +221,7 @@ def _apply(
     defines |= {"SIGNS": int(signs is not None)}
     launch(
         "batch_norm", "batch_norm_apply_kernel", plan.grid, plan.block,
-        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, signs, a, int32(channels), plan.argument,
+        x, moments, gamma, beta, add, add_moments, add_gamma, add_beta, y, signs, a, np.int32(channels), plan.argument,
         defines=defines,
     )  # fmt: skip
     return y, signs
@@ -291,7 +291,7 @@ def batch_norm_backward_sums(
     chunks, _, channels = parts.shape
     _check_parameters(channels, dgamma=dgamma, dbeta=dbeta)
     sums = empty((2, channels), np.float64)
-    args = parts, moments, sums, dgamma, dbeta, int32(accumulate)
+    args = parts, moments, sums, dgamma, dbeta, np.int32(accumulate)
     merge_lanes("batch_norm_merge", "batch_norm_backward_merge_kernel", chunks, channels, *args, SUMS=1)
     return sums
 
@@ -361,7 +361,7 @@ def _backward_apply(
     } | _masking(function)  # fmt: skip
     launch(
         "batch_norm", "batch_norm_backward_apply_kernel", plan.grid, plan.block,
-        dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), int32(channels), plan.argument,
+        dy, x, moments, gamma, beta, sums, count, add, dx, np.float32(slope), np.int32(channels), plan.argument,
         defines=defines, shared=TABLE_BYTES * plan.block[0] * plan.vec if defines["TABLE"] else 0,
     )  # fmt: skip
     return dx
