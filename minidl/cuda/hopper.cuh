@@ -85,23 +85,24 @@ DEVICE void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" ::"r"(id) 
 // Lets the engine fetch a map before the first copy asks for it.
 DEVICE void prefetch_map(const TensorMap& map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
-// PASSING: all who read it do so at about the same time, so that the L2 cache may give its lines up first.
-constexpr u64 EVICTED_FIRST = 0x12f0000000000000;
+// How long the L2 cache keeps what a copy reads: as usual; or, where all who read it do so at about the same time, its
+// lines are the first that it gives up.
+enum class Kept : u64 { USUALLY = 0x1000000000000000, BRIEFLY = 0x12f0000000000000 };
 
-template <bool PASSING = false>
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1) {
-    if constexpr (PASSING)
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-            "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
-            "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(EVICTED_FIRST)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
-            "[%2];" ::"r"(to),
-            "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
-            : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], "
+        "[%2];" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1)
+        : "memory");
+}
+
+DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, Kept kept) {
+    asm volatile(
+        "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4}], [%2], %5;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c0), "r"(c1), "l"(kept)
+        : "memory");
 }
 
 DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, int c2) {
@@ -122,23 +123,24 @@ DEVICE void load_box(u32 to, const TensorMap& map, u32 barrier, int c0, int c1, 
 
 // A column of pixels of an image (C, W, H, N) from (c, w, h, n) on, walking the map's bounding box, each pixel moved by
 // an offset (at most 254).
-template <bool PASSING = false>
 DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
                         int offset_h) {
-    if constexpr (PASSING)
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
-            "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
-            "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
-            "h"(static_cast<u16>(offset_h)), "l"(EVICTED_FIRST)
-            : "memory");
-    else
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
-            "[%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
-            "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
-            "h"(static_cast<u16>(offset_h))
-            : "memory");
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], {%7, %8};" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+        "h"(static_cast<u16>(offset_h))
+        : "memory");
+}
+
+DEVICE void load_pixels(u32 to, const TensorMap& map, u32 barrier, int c, int w, int h, int n, int offset_w,
+                        int offset_h, Kept kept) {
+    asm volatile(
+        "cp.async.bulk.tensor.4d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+        "[%1, {%3, %4, %5, %6}], [%2], {%7, %8}, %9;" ::"r"(to),
+        "l"(&map), "r"(barrier), "r"(c), "r"(w), "r"(h), "r"(n), "h"(static_cast<u16>(offset_w)),
+        "h"(static_cast<u16>(offset_h)), "l"(kept)
+        : "memory");
 }
 
 DEVICE void store_box(const TensorMap& map, u32 from, int c0, int c1) {

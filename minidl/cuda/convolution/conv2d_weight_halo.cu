@@ -18,13 +18,13 @@
 // The arrays are seen through tensor maps (conv2d_weight_hopper.py makes them), im2col walks over the grid's points:
 //   dy      (K, Q, P, N): 64 points x 64 filters;   x  (C, W, H, N): 64 points x 64 channels
 //   output  (K, 3, 3, C / groups) dense, the gradient, set or added to; or partials, those of a tile one after another,
-//           (tiles, partials, HELD_M / 16, 9 * HELD_N / 8) patches, which conv2d_weight_sum.cu adds up          float32
+//           (tiles, partials, patches.rows / 16, 9 * patches.columns / 8), for conv2d_weight_sum.cu            float32
 //
 // NORMALIZED: x is the input of a batch norm with a ReLU over it, and its stages are normalised where they lie, once
 // for all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
-// partial; HELD_M, HELD_N, VEC_Y (1, 4): conv2d_weight_hopper.cuh.
+// partial; VEC_Y (1, 4), values per access to the gradient.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
 // which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
@@ -32,7 +32,6 @@
 // points and their taps always follow each other, 8192 bytes each, later sums of 64 * 576; and 1024.
 // FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once
 // per 64 filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
-#define TILE_M 64
 #include "conv2d_weight_hopper.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
@@ -55,6 +54,7 @@ struct Problem {
     int ahead, held;                      // stages of x that one of dy reaches beyond its own; in the ring: STAGES more
     int further_n, further_h, further_w;  // POINTS points, as images, rows and points
     int tiles_m, tiles_n;
+    Patches patches;
     int mode;
 };
 
@@ -258,14 +258,16 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
         const int channel = work.channel + thread_column();
         const auto find = [&](int tap) { return Target{tap * p.channels + channel, p.channels - channel}; };
         if (p.chunks > CLUSTER) {
-            constexpr int LINE = 9 * HELD_N * 16;  // values of a line of patches
-            partials += (i64(work.part) * (HELD_M / 16) + warp % 4) * LINE + filter_row * (LINE / 3) +
+            const int line = 9 * 16 * p.patches.columns;  // values of a line of patches
+            partials += (i64(work.part) * (p.patches.rows / 16) + warp % 4) * line + filter_row * (line / 3) +
                         threadIdx.x % 32 * 4;
-            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row - work.row, p.rows, 0, LINE, find);
+            finish<128 * WARPGROUPS, 64, 8, 8, PART>(sum, base, partials, row - work.row, p.rows, 0, line, p.patches,
+                                                     find);
         } else {
             output += i64(work.group) * p.rows * columns + filter_row * 3 * p.channels;
-            p.mode == ADD ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, 0, columns, find)
-                          : finish<128 * WARPGROUPS, 64, 8, 8, SET>(sum, base, output, row, p.rows, 0, columns, find);
+            p.mode == ADD
+                ? finish<128 * WARPGROUPS, 64, 8, 8, ADD>(sum, base, output, row, p.rows, 0, columns, p.patches, find)
+                : finish<128 * WARPGROUPS, 64, 8, 8, SET>(sum, base, output, row, p.rows, 0, columns, p.patches, find);
         }
     }
 }

@@ -18,7 +18,7 @@
 //   dy      (K, pixels), tiled: SPAN filters x SPAN pixels
 //   x       (C, W, H, N), im2col: SPAN pixels x SPAN channels; FLAT: (C, pixels), tiled, for 1x1 without stride
 //   output    (K, R, S, C / groups) dense, the gradient, set or added to                                float32
-//   partials  (parts of all tiles, HELD_M / 16, TILE_N / SPAN, HELD_N / 8) patches, for conv2d_weight_sum.cu
+//   partials  (parts of all tiles, patches.rows / 16, TILE_N / SPAN, patches.columns / 8), for conv2d_weight_sum.cu
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
@@ -27,19 +27,19 @@
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
 // of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; HELD_M and HELD_N (conv2d_weight_hopper.cuh); TURNS,
-// whether a lot has several tiles; ONCE, bits: what leaves the L2 cache first, of dy (1) and x (2), if all blocks run
-// at a time, and the gradient (4), if that cache cannot hold it; VEC_Y (1, 4), values per access to the gradient.
+// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS,
+// whether the L2 cache cannot hold the gradient; VEC_Y (1, 4), values per access to it.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with
 // BORDER another, which tells what of a stage is inside (conv2d_weight_inside.cuh).
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
-// ONCE gains 2 us of 46 at 1x1 1024-256 on 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone
-// 6 of 133 at 64-256 on 56x56, where tiles share x; where operands are read again later it would cost up to a quarter
-// (25088-4096 fully connected). The gradient of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119
-// in the other order of tiles; stores alone take 93. Chunks of lots of tiles lose where x and dy are more than that
-// cache holds, as each turn reads them again (1x1 512-256 on 28x28 pixels: 88 to 120 us).
+// That operands leave the L2 cache first (`once`), where all blocks run at a time, gains 2 us of 46 at 1x1 1024-256 on
+// 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6 of 133 at 64-256 on 56x56, where tiles
+// share x; where operands are read again later it would cost up to a quarter (25088-4096 fully connected). The gradient
+// of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119 in the other order of tiles; stores alone
+// take 93. Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn reads them again
+// (1x1 512-256 on 28x28 pixels: 88 to 120 us).
 // Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
 // laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
 // ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3
@@ -95,6 +95,8 @@ struct Problem {
     int further_n, further_h, further_w;  // SPAN pixels, as images, rows and pixels
     int tiles_m, tiles_n;
     int turn_m, turn_n;  // tiles from one to the next along rows and columns
+    int once;            // bits: what leaves the L2 cache first, of dy (1) and x (2)
+    Patches patches;
     int mode;
 };
 
@@ -226,6 +228,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const int lane = threadIdx.x % 32;
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const int channel = copied.channel;
+    const Kept kept = p.once & (of_dy ? 1 : 2) ? Kept::BRIEFLY : Kept::USUALLY;
     Pixels pixels = copied.pixels;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
@@ -233,14 +236,13 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         if (lane == 0) barrier_expect(barrier, STAGE_BYTES);
         __syncwarp();
         if (of_dy) {
-            load_box<bool(ONCE & 1)>(to, maps.dy, barrier, channel, step * SPAN);
+            load_box(to, maps.dy, barrier, channel, step * SPAN, kept);
         } else if (busy) {
             if constexpr (FLAT)
-                load_box<bool(ONCE & 2)>(to, maps.x, barrier, channel, step * SPAN);
+                load_box(to, maps.x, barrier, channel, step * SPAN, kept);
             else
-                load_pixels<bool(ONCE & 2)>(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                                            pixels.y * p.stride_h - p.padding_h, pixels.image, copied.offset_w,
-                                            copied.offset_h);
+                load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
+                            pixels.y * p.stride_h - p.padding_h, pixels.image, copied.offset_w, copied.offset_h, kept);
         }
         pixels.advance(p);
         ring.advance();
@@ -367,12 +369,12 @@ DEVICE void put_sum(float* output, const Sum& sums, const Layout& at, const Prob
 #endif
     find_part(row, column);
     const int first = (MODE == PART ? 0 : work.row) + row + thread_row();
-    constexpr int LINE = COLUMN_BLOCKS * HELD_N * 16;  // values of a line of patches
+    const int line = COLUMN_BLOCKS * 16 * p.patches.columns;  // values of a line of patches
     if (MODE == PART)
-        output += i64(work.part) * (HELD_M / 16 * LINE) + row / 16 * LINE + column / SPAN * (HELD_N * 16) +
+        output += (i64(work.part) * p.patches.rows + row) / 16 * line + column / SPAN * 16 * p.patches.columns +
                   column % SPAN * 16 + threadIdx.x % 32 * 4;
     finish<128 * WARPGROUPS, ACROSS, DOWN, PER, MODE>(
-        sum, at.base, output, first, p.rows, column % SPAN, MODE == PART ? LINE : p.columns,
+        sum, at.base, output, first, p.rows, column % SPAN, MODE == PART ? line : p.columns, p.patches,
         [&](int b) { return find_columns(p, work.block + column / SPAN + b, column % SPAN + thread_column()); });
 }
 

@@ -1,12 +1,12 @@
 // What the weight gradients of Hopper share: clusters, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
-// gradient; HELD_M, the rows of a tile (TILE_M), and HELD_N, the columns of a span that a partial sum holds: multiples
-// of 16, all of them but where the gradient has fewer; ONCE, bit 4: the gradient leaves the L2 cache first.
+// gradient; OVERFLOWS: the gradient leaves the L2 cache first.
 #pragma once
 #include "hopper.cuh"
 
-#ifndef ONCE
-#define ONCE 0
+#ifndef TURNS
+#define TURNS 0
+#define OVERFLOWS 0
 #endif
 
 // Without clusters the hardware fills one group of multiprocessors (GPC) with blocks before it goes on to the next;
@@ -17,6 +17,13 @@
 #else
 #define CLUSTERED
 #endif
+
+// What a partial sum holds of a tile: rows, and columns of each span. Multiples of 16, all but where the gradient has
+// fewer.
+struct Patches {
+    int rows, columns;
+};
+constexpr bool WHOLE = TURNS;  // always all of it: there are no registers to leave some out
 
 // What a thread writes of some columns: its first column in the gradient, and how many there are from that one on.
 struct Target {
@@ -40,7 +47,7 @@ DEVICE void put_four(float* to, float4 four) {
         const float4 before = there;
         four.x += before.x, four.y += before.y, four.z += before.z, four.w += before.w;
     }
-    if constexpr (MODE != PART && (ONCE & 4) != 0)
+    if constexpr (MODE != PART && OVERFLOWS)
         asm volatile("st.global.cs.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(four.x), "f"(four.y), "f"(four.z),
                      "f"(four.w)
                      : "memory");
@@ -87,19 +94,19 @@ DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Targe
 // ACROSS * i, and of the row DOWN further down; columns follow each other from 8 to 8, PER times.
 // find(b): this thread's part of the b-th columns. output: the gradient, of which a row is `pitch` values; or of a
 // partial sum this thread's place in the patch of its first accumulators, where a line of patches is so many values:
-// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a
-// partial sum, counted in the tile. column: the first of them in a span.
+// a patch is 16 rows x 8 columns, four values of each lane, so that a warp writes 512 bytes at a time. row: of a partial
+// sum, counted in the tile. column: the first of them in a span. patches: of a partial sum.
 // space: shared memory for all sums of the block, which the copy engine has done with; THREADS: of the multiplying
 // warpgroups.
 template <int THREADS, int ACROSS, int DOWN, int PER, Mode MODE, int BLOCKS, int N, class Find>
 DEVICE void finish(const float (&sum)[BLOCKS][N], u32 space, float* output, int row, int rows, int column, i64 pitch,
-                   Find find) {
+                   Patches patches, Find find) {
     constexpr int QUADS = N / 4, PATCH = 128;
     static_assert(QUADS % PER == 0 && PER % 2 == 0, "whole spans of columns");
     const auto write = [&](const Target& at, int b, int i, int j, const float4& left, const float4& right) {
         if constexpr (MODE == PART) {
-            if (column + 8 * j >= HELD_N || (HELD_M < TILE_M && row + ACROSS * i >= HELD_M)) return;
-            float* const to = output + i * (ACROSS / 16) * pitch + (b * (HELD_N / 8) + j) * PATCH;
+            if (!WHOLE && (column + 8 * j >= patches.columns || row + ACROSS * i >= patches.rows)) return;
+            float* const to = output + i * (ACROSS / 16) * pitch + b * patches.columns * 16 + j * PATCH;
             put_four<SET>(to, left), put_four<SET>(to + PATCH, right);
         } else {
             put_patches<DOWN, MODE>(output, pitch, row + ACROSS * i, rows, at, j, left, right);

@@ -66,12 +66,12 @@ _PROBLEM = struct(
     "",
     "steps lots shared chunks groups rows channels columns spans blocks kernel_w pixels height width out_height "
     "out_width stride_h stride_w padding_h padding_w dilation_h dilation_w further_n further_h further_w tiles_m "
-    "tiles_n turn_m turn_n mode",
+    "tiles_n turn_m turn_n once patch_rows patch_columns mode",
 )
 _HALO_PROBLEM = struct(
     "",
     "steps chunks groups rows channels images height width grid_h grid_w padding_h padding_w tap_h tap_w ahead held "
-    "further_n further_h further_w tiles_m tiles_n mode",
+    "further_n further_h further_w tiles_m tiles_n patch_rows patch_columns mode",
 )
 # That of conv2d_weight_sum.cu.
 _SUM = struct(
@@ -217,9 +217,10 @@ def plan(
     down = not grid and rows_first(conv, division)
     turns = {"turn_m": 1, "turn_n": tiles[0]} if down else {"turn_m": tiles[1], "turn_n": 1}
     lots = {"lots": count // division.tiles, "shared": division.tiles} | turns
-    held = _held(tile, rows, channels, span) if division.parts > 1 else _Held(*tile.size, span)
+    whole = division.parts == 1 or division.tiles > 1
+    held = _Held(*tile.size, span) if whole else _held(tile, rows, channels, span)
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
-    defines |= {"HELD_M": held.rows, "HELD_N": held.span}
+    fields |= {"patch_rows": held.rows, "patch_columns": held.span}
     defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
         stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
@@ -230,7 +231,8 @@ def plan(
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
         at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
         defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
-        defines["ONCE"] = (_passing(conv, code) if at_once else 0) | 4 * overflows(conv)
+        fields["once"] = _passing(conv, code) if at_once else 0
+        defines["OVERFLOWS"] = int(overflows(conv))
         defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
     problem = argument(_HALO_PROBLEM if grid else _PROBLEM, conv, tiles_m=tiles[0], tiles_n=tiles[1], **fields)
     sizes = {"rows": rows, "channels": channels, "columns": taps * channels, "spans": spans, "blocks": taps * spans}
@@ -243,7 +245,7 @@ def plan(
 
 
 def _passing(conv: Convolution, code: int) -> int:
-    """Which operands leave the L2 cache first, bits of the macro ONCE, where all blocks run at a time: both; but where
+    """Which operands leave the L2 cache first, bits of the field `once`, where all blocks run at a time: both; but where
     they are many times what it holds, the larger alone, so that the other is still there for those behind (16 bits,
     1x1).
     """

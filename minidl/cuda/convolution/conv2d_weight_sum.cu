@@ -19,9 +19,6 @@
 // timed one behind another on an H200, took 6 to 28 % more than in the run before, likely as blocks of the next one lie
 // badly then. FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
 #define CLUSTER 1
-#define TILE_M 0
-#define HELD_M 0
-#define HELD_N 0
 #include "conv2d_weight_hopper.cuh"
 
 constexpr int SPAN = 128 / sizeof(T), DOWN = DTYPE ? 8 : 1;
