@@ -245,9 +245,9 @@ def plan(
 
 
 def _passing(conv: Convolution, code: int) -> int:
-    """Which operands leave the L2 cache first, bits of the field `once`, where all blocks run at a time: both; but where
-    they are many times what it holds, the larger alone, so that the other is still there for those behind (16 bits,
-    1x1).
+    """Which operands leave the L2 cache first, bits of the field `once`, where all blocks run at a time: both; but
+    where they are many times what it holds, the larger alone, so that the other is still there for those behind (16
+    bits, 1x1).
     """
     dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
     return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2
