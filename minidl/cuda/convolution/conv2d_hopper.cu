@@ -11,8 +11,7 @@
 // One product of rows (output pixels) x columns (output channels), summed over depth: chunks of DEPTH source channels,
 // 128 bytes, over the taps within a chunk, which is the order of conv2d.cu. A strided data gradient falls apart into
 // classes of output pixels (see conv2d.cu); SPREAD = 1 says that there are up to four of them, whose pixels lie apart
-// in the output. Those without taps, three of the four of a 1x1 filter with a stride of two, are neither fetched nor
-// multiplied.
+// in the output. Those without taps (of 1x1/2 filters three of four) are neither fetched nor multiplied.
 //
 // All arrays are seen through tensor maps (conv2d_hopper.py makes them):
 //   source  (C, W, H, N), im2col: TILE_M pixels x DEPTH channels; FLAT: (C, pixels), tiled, for 1x1 without stride
@@ -52,8 +51,6 @@
 // TAIL: of a depth that does not fill its last stage that stage begins early, with channels that the one before it had,
 // and of its products the first TAIL are left out. Of 16 images on an H200, with whole last stages beside it: data
 // gradient of 3x3 96-96 at 35x35 pixels 14.4 us (16.0), of 1x7 160-160 at 17x17 8.5 (9.4); 1x1 filters about as before.
-// Tried without gain: of a data gradient's last columns, no multiple of 64, the last 64 together, likewise, though some
-// are the block's before and written twice (144-40 at 28x28 pixels 11.8 us for 11.0; 3x3 96-96 15.0 for 14.4).
 //
 // CUT (1, 2): blocks that share the depth of a tile; two, a cluster, finish half of its columns each
 // (conv2d_hopper_cut.cuh), and have this tile alone.
@@ -68,8 +65,7 @@
 // Grid: blocks take tiles in turn (tickets.cuh): what is in flight at any time is one stretch of memory, and column
 // tiles are counted first, so that blocks which share source pixels run together.
 // Block: two warpgroups multiply, three where a tile has 192 rows, one where it has 64, as many rows each, SWAPPED 64
-// columns; one thread
-// of another keeps the pipeline filled, across tiles too.
+// columns; one thread of another keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * SLAB_BYTES + 1024 bytes, and what a
 // cluster sends.
 // Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
@@ -81,18 +77,8 @@
 // other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99);
 // what is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2
 // times as long as cuDNN's without a mask beside it, 1.9 as it is); it or the addend read into registers ahead
-// (nothing). Reckoned, not profiled: products of 128 columns read 96 bytes a clock of shared memory, their stages come
-// at some 50, and it has 128; so each pass of the end of a tile over shared memory, three more where it masks, takes
-// its own time whoever else multiplies.
-// Where a short launch's time goes: 1024-256 at 14x14 pixels, 32 images, 98 tiles of 128x128, takes 9.8 us on an H200,
-// of which 0.8 pass between two launches, 0.6 until the first stage is asked for, 1.6 until it has come, 5.2 with its
-// 16 (4.6 at the units' rate), 0.7 until all is in buffers and 0.6 until the engine has read them. As 132 SWAPPED tiles
-// of 96x128 it takes 8.4 (cuDNN, which has such tiles in clusters of two, 7.9 to 8.3), 3x3 256-256 12.9 for 15.4. Slabs
-// that leave one by one in place of all at once spare 1 % of 97 short launches, 6 % at most. Tried without gain, over
-// the passes of ResNet-50 at 32 images: first tiles that blocks know without a counter and set up before they wait for
-// the kernel before (0.5 % slower, and 3 to 5 % beside kernels that hold 16 multiprocessors; the wait is over when a
-// block begins), first stages brought into the L2 cache before it (5 and 11 % slower), blocks dealt out over groups of
-// multiprocessors (2 %).
+// (nothing).
+// Where the time of a short launch goes, and what did not shorten it: docs/tuning.md.
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
 // second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
