@@ -1,7 +1,7 @@
 """Convolution on the CPU: its passes on arrays, for the kernels in `_conv2d.h`, planned in `conv2d_plan.py`.
 
-A Linear layer (one pixel in, one pixel out) is a plain matrix product and goes to BLAS, whose bits may depend on its own
-number of threads (OpenBLAS's do on AMD's Zen 3); those of all else do not depend on ours.
+A Linear layer (one pixel in, one pixel out) is a plain matrix product and goes to BLAS, whose bits may depend on its
+own number of threads (OpenBLAS's do on AMD's Zen 3); those of all else do not depend on ours.
 """
 
 from __future__ import annotations
