@@ -37,12 +37,12 @@ from minidl.cuda import nvrtc
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.cost import PASSES
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, HostTimer, Timing, input_sets
 
-PASSES = ("forward", "backward_data", "backward_weight")
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
 CHECKED = 10**10  # FLOP in float64 that check an output

@@ -18,11 +18,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench_conv import PASSES, PRECISIONS, Arrays, checked, compile_ahead, passes_of, row_of
+from benchmarks.bench_conv import PRECISIONS, Arrays, checked, compile_ahead, passes_of, row_of
 from benchmarks.beside import Run, Traffic
 from benchmarks.conv_layers import NETWORKS, Layer
 from minidl import dist
 from minidl.cuda.device import current_device
+from minidl.profile.cost import PASSES
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import DeviceTimer, input_sets

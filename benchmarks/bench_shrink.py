@@ -58,11 +58,7 @@ def arguments() -> argparse.Namespace:
 
 def cost(graph: Graph, batch: int, itemsize: int) -> PassCost:
     """Of the three passes of all layers."""
-    shapes, total = graph.shapes((batch, *graph.nodes[0].shape)), PassCost()
-    for node in graph.nodes[1:]:
-        found = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
-        total += found.forward + found.backward_data + found.backward_weight
-    return total
+    return sum((cost.total for _, cost in graph.costs(batch, itemsize)), PassCost())
 
 
 def smaller(setup: Setup, state: dict[str, np.ndarray], granularity: str, sparsity: float) -> tuple[str, Graph]:

@@ -11,12 +11,11 @@ from typing import Any
 
 from minidl.graph import Graph
 from minidl.layer import Layer
-from minidl.profile.cost import PassCost, gradient_sum
+from minidl.profile.cost import PASSES, PassCost, gradient_sum
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timer, input_sets
 from minidl.store import LastPass, Saved
 
-PASSES = ("forward", "backward_data", "backward_weight")
 _MOST_SETS = 64
 Call = Callable[[], Any]
 
