@@ -33,9 +33,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.conv_layers import NETWORKS, Layer
 from minidl import backend, cuda
 from minidl.cpu import _conv2d
-from minidl.cuda import nvrtc
-from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
+from minidl.cuda import ahead
 from minidl.precision import bfloat16, float16, float32
 from minidl.profile.cost import PASSES
 from minidl.profile.device_ceilings import copy_bandwidth
@@ -171,13 +169,14 @@ def _call(ops: Any, layer: Layer, precision: Precision, which: str, x: Any, dy: 
 
 def compile_ahead(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
     """All of our kernels that will run on a GPU, by several processes."""
-    device = current_device()
-    with dry_run(device) as log:
+
+    def walk() -> None:
         for layer, name in itertools.product(layers, names):
             arrays = [cuda.empty(shape, PRECISIONS[name].dtype) for shape in layer.shapes]
             for which in passes_of(layer, wanted):
                 _call(cuda, layer, PRECISIONS[name], which, *arrays)()
-    nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+
+    ahead.compile_ahead(walk)
 
 
 def _torch() -> Any:

@@ -43,10 +43,8 @@ from benchmarks.bench_train import clean, data, used_bytes
 from minidl import dist, models
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
-from minidl.cuda import nvrtc
+from minidl.cuda import ahead
 from minidl.cuda.capture import Room
-from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, limit_memory, problem
 from minidl.memory.plan import human
@@ -327,17 +325,18 @@ class Checkpointed:
 
 def compile_ahead(a: argparse.Namespace) -> None:
     """All kernels of the step at once, on all cores."""
-    device = current_device()
+
+    def walk() -> None:
+        plain = [(fusion, None) for fusion in (a.fusion, *a.free)]
+        for fusion, gradients in (*plain, *((a.fusion, way) for way in a.gradients)):
+            step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
+            fuse(step.model, fusion)
+            if gradients is not None:
+                GRADIENTS[gradients](step.optimizer)
+            step()
+
     if a.comm.local_rank == 0:
-        with dry_run(device) as log:
-            plain = [(fusion, None) for fusion in (a.fusion, *a.free)]
-            for fusion, gradients in (*plain, *((a.fusion, way) for way in a.gradients)):
-                step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
-                fuse(step.model, fusion)
-                if gradients is not None:
-                    GRADIENTS[gradients](step.optimizer)
-                step()
-        nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+        ahead.compile_ahead(walk)
     a.comm.barrier()
 
 
