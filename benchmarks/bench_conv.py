@@ -31,6 +31,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.conv_layers import NETWORKS, Layer
+from benchmarks.device import clean
 from minidl import backend, cuda
 from minidl.cpu import _conv2d
 from minidl.cuda import ahead
@@ -193,8 +194,6 @@ def _measure(
     layer: Layer, name: str, wanted: list[str], bandwidth: float, cache: int, samples: int
 ) -> list[dict[str, Any]]:
     """On the GPU."""
-    import cupy
-
     from minidl.bench.torch_calls import time_calls
 
     precision = PRECISIONS[name]
@@ -214,8 +213,7 @@ def _measure(
         floor = floor_ms(layer, precision, bandwidth)
         rows.append(row_of(layer, name, which, errors, mine, theirs) | {"floor_ms": floor})
         del ours, peer, peers
-        cupy.get_default_memory_pool().free_all_blocks()
-        _torch().cuda.empty_cache()
+        clean("cuda")
     return rows
 
 

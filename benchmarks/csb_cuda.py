@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.device import clean
 from minidl.precision import bfloat16, float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 from minidl.sparse import CSBMatrix
@@ -297,8 +298,6 @@ def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row
 
 def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str], short: bool = False) -> Iterator[Row]:
     """All rows; cuSPARSE takes part from 80 % on. ``short``: the anchors, and convolutions at 90 %."""
-    import cupy as cp
-
     torch = _torch()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=0.5 if short else 1.0)
@@ -312,8 +311,7 @@ def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str],
                 case = Case(name, shape, sparsity, matrix, kind, cache)
                 yield from rows_of(case, budget, sparsity >= 0.8, sparsity == 0.9)
                 del case
-                cp.get_default_memory_pool().free_all_blocks()
-                torch.cuda.empty_cache()
+                clean("cuda")
     for name in CONVOLUTIONS if "fp32" in dtypes else ():
         for sparsity in [s for s in sparsities if only in name and (not short or s == 0.9)]:
             yield from convolution_rows(name, sparsity, budget)

@@ -25,6 +25,7 @@ import bench_conv
 import numpy as np
 from conv_layers import NETWORKS, Layer
 
+from benchmarks.device import clean
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench.setup import Setup
@@ -237,9 +238,6 @@ def convolutions(a: argparse.Namespace) -> list[Row]:
 
 
 def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
-    import cupy
-    import torch
-
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
@@ -265,8 +263,7 @@ def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -
             "planned": ({"packed": "prologue"}.get(kind, kind), *place) in planned,
             "floor_ms": 1e3 * floor, "peers": {"torch-eager": peers[peer].ms},
         })  # fmt: skip
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
+        clean("cuda")
     return rows
 
 
