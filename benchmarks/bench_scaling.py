@@ -268,7 +268,7 @@ def peers_of(
     for name in a.peers:
         compiled, graphed = PEERS[name]
         if compiled not in peers:
-            make = partial(Peer, setup.graph(), ours.step, compiled=compiled, synchronised=ours.synchronised)
+            make = partial(Peer, setup, ours.step, compiled=compiled, synchronised=ours.synchronised)
             peers[compiled] = attempted(ours.comm, name, partial(started, make))
         if peers[compiled] is None:
             continue
