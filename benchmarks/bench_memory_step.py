@@ -107,10 +107,11 @@ def idle_bytes() -> int:
     return pool.total_bytes() - pool.used_bytes()
 
 
-def link_rate(count: int = 256 << 20) -> float:
+def link_rate() -> float:
     """Bytes/s each way, both at once."""
     import cupy
 
+    count = 256 << 20
     device, host = cupy.empty(2 * count, np.uint8), cupy.cuda.pinned_memory.PinnedMemory(2 * count)
     out, into = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     copy, samples = cupy.cuda.runtime.memcpyAsync, []

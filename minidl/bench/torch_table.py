@@ -49,7 +49,6 @@ def bench_module(
     ways: Sequence[str] = ISOLATED,
     budget: Budget | None = None,
     ceilings: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """The table of layers for a torch module: rows with arm "torch" for each pass of each leaf, in order of execution.
     A leaf is a module that calls no other.
@@ -69,7 +68,6 @@ def bench_module(
         budget: of each timing; default: `minidl.bench.layers.budget_on` the device.
         ways: of "replayed", "cold" and "hot"; those that torch cannot do on the device are left out.
         ceilings: of this machine, for floors and shares of the roof.
-        progress: told the name of each leaf before it is measured.
 
     Raises:
         ValueError: for TF32 on the CPU.
@@ -92,7 +90,6 @@ def bench_module(
         _keep_inputs(network)
         rows, known = [], {}
         for index, one in enumerate(executed):
-            progress(one.name)
             key = _work_of(one) or index
             if key not in known:
                 known[key] = bench.leaf(one)
