@@ -41,6 +41,7 @@ from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, HostTimer, Timing, input_sets
+from minidl.torch_bridge import borrow, lend
 
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
@@ -92,13 +93,7 @@ class Arrays:
 
     def array(self, tensor: Any) -> Any:
         """Our array of a tensor's memory."""
-        dtype = self.precision.dtype
-        bits = tensor.view({2: _torch().int16, 4: _torch().int32}[dtype.itemsize])
-        if self.ops.name == "cpu":
-            return bits.numpy().view(dtype)
-        import cupy
-
-        return cupy.from_dlpack(bits).view(dtype)
+        return borrow(_torch(), self.ops, tensor)
 
     def ours(self, which: str) -> list[Callable[[], Any]]:
         sets = [tuple(map(self.array, arrays)) for arrays in zip(self.x, self.dy, self.ws, strict=True)]
@@ -144,10 +139,8 @@ class Arrays:
         cudnn.benchmark = False  # trying kernels out for one call takes longer than the call
         expected = self._by_peer(which, *(_nchw(one).double() for one in operands)).permute(0, 2, 3, 1)
         cudnn.benchmark, largest = tried, expected.abs().max()
-        kind = torch.float32 if ours.dtype == float32 else self.w.dtype
-        mine = torch.from_dlpack(ours.view({2: np.int16, 4: np.int32}[ours.dtype.itemsize])).view(kind)
         part = filters if weight else images
-        found = (one[part].double() for one in (mine, peer.permute(0, 2, 3, 1)))
+        found = (one[part].double() for one in (lend(torch, ours), peer.permute(0, 2, 3, 1)))
         return tuple(float((one - expected).abs().max() / largest) for one in found)
 
 

@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from benchmarks.device import clean
 from minidl.precision import bfloat16, float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 from minidl.sparse import CSBMatrix
+from minidl.torch_bridge import lend
 
 # (M, K, N): those of benchmarks/results' first measurements, ResNet-50's 1x1 layers at batch 256, a Transformer's.
 SHAPES = {
@@ -66,10 +65,7 @@ def _torch() -> Any:
 
 def _tensor(array: Any) -> Any:
     """The PyTorch tensor of a CuPy array's memory."""
-    torch = _torch()
-    if array.dtype == bfloat16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(array)
+    return lend(_torch(), array)
 
 
 def _pruned(m: int, k: int, sparsity: float) -> Any:
