@@ -145,7 +145,7 @@ _DONE_HERE = {
         "modules": "read layers",
         "named_parameters": "state_dict() has all arrays by name",
         "parameters": "optimizers take the model itself; state_dict() has the arrays",
-        "predict": "call forward(x, grad=False)",
+        "predict": "call forward(x, grad=False); of a checkpoint: predict.Predictor(path).predict(files)",
         "requires_grad_": "write Model(..., frozen=['layer1.*'])",
         "save": "call interchange.export_weights(model, path); a Trainer with output= writes checkpoints",
         "to": "write Model(..., device='cuda', precision='bf16')",

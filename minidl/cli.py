@@ -17,6 +17,7 @@ from minidl.dist import abort
 
 VERBS = {
     "train": ("training", "train a network"),
+    "predict": ("prediction", "classify images with a trained network, or evaluate it"),
     "prune": ("pruning", "train a network while it is pruned"),
     "plan": ("bench.plan", "what a limit of GPU memory costs"),
     "bench": ("bench.command", "measure layers, networks and the machine"),

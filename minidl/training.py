@@ -37,7 +37,6 @@ _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _RATES = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
-_ON_DISK = ("cifar10", "folder", "mnist")
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
 _EXAMPLES = """examples:
   minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
@@ -199,7 +198,7 @@ def status(trainer: Trainer) -> int:
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options only where they apply."""
-    if a.data in _ON_DISK and a.data_path is None:
+    if data.needs_path(a.data) and a.data_path is None:
         raise ValueError(f"--data {a.data} needs --data-path DIR, the folder of its files")
     given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
@@ -357,15 +356,7 @@ def _limited(
 
 def model_options(a: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the network from ``width=16 depth=3``."""
-    options: dict[str, Any] = {"sync_batch_norm": True} if a.sync_batch_norm else {}
-    for word in (a.model_options or "").split():
-        name, equals, value = word.partition("=")
-        try:
-            options[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
-        except ValueError as error:
-            expected = "NAME=NUMBER words, such as 'width=16 depth=3'"
-            raise checks.bad_value("--model-options", "text", expected, a.model_options) from error
-    return options
+    return models.parse_options(a.model_options) | ({"sync_batch_norm": True} if a.sync_batch_norm else {})
 
 
 def _loaders(
