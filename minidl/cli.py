@@ -1,4 +1,7 @@
-"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for."""
+"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for.
+
+Nothing else of minidl is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,6 @@ import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
-
-from minidl import checkpoint, dist
-from minidl.config import Help, use_config, where
-from minidl.dist import abort
 
 VERBS = {
     "train": ("training", "train a network"),
@@ -40,6 +39,8 @@ _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """All verbs and the options of each, or of one ``only``."""
+    from minidl.config import Help
+
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
     top = argparse.ArgumentParser(prog="minidl", description=about)
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -73,12 +74,24 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while modules are imported: of one rank of several, too, as none knows the others yet
+        print(f"minidl {' '.join(argv[:1])}".rstrip() + ": interrupted", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
+
+
+def _run(argv: list[str]) -> int:
     top = parser(only=argv[0] if argv else "")
-    if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
+    if argv in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2
     arguments = _parsed(top, argv)
+    from minidl import checkpoint, dist
+    from minidl.config import use_config, where
+    from minidl.dist import abort
+
     try:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
@@ -105,6 +118,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _interrupted(arguments: argparse.Namespace) -> NoReturn:
     """End all ranks with one line: after Ctrl-C they stand in different places, so none may wait for another."""
+    from minidl import checkpoint, dist
+    from minidl.dist import abort
+
     remedy = ""
     with contextlib.suppress(OSError, AttributeError):  # no checkpoint yet; a verb without output
         remedy = f"; --resume goes on from {checkpoint.latest(arguments.output)}"

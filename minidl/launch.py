@@ -13,8 +13,6 @@ import sys
 from collections.abc import Sequence
 
 from minidl import checks
-from minidl.dist import mpiexec
-from minidl.progress import TERMINAL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,7 +20,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     The process is replaced, so the exit status, signals and the terminal are those of ``mpiexec`` itself.
     """
-    options = _parser().parse_args(arguments)
+    try:
+        return _start(_parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        print("minidl.launch: interrupted", file=sys.stderr)
+        return 130  # as shells report Ctrl-C
+
+
+def _start(options: argparse.Namespace) -> int:
+    from minidl.dist import mpiexec  # not before Ctrl-C is caught: this takes half a second
+    from minidl.progress import TERMINAL
+
     try:
         launcher = mpiexec.find()
         run = ["-m", options.script] if options.module else [options.script]

@@ -28,7 +28,7 @@ LEVELS = [
     {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
     {"compile", "callbacks", "predict", "resuming"},
-    {"train"},
+    {"public", "train"},
     {"bench"},
     {"prediction", "training"},
     {"launch", "pruning"},

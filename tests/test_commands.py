@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -84,3 +85,24 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word():
     done = subprocess.run([sys.executable, "-m", "minidl", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("program", ["minidl.cli", "minidl.launch"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(program, monkeypatch, capsys):
+    """The heavy ones are imported within `main`, and an interrupt there is answered as one later is."""
+    heavy = f"import sys, {program}; assert not {{'numpy', 'mpi4py', 'minidl.dist'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", heavy], check=True)
+    main = importlib.import_module(program).main
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if program == "minidl.cli":
+        monkeypatch.setattr(importlib, "import_module", interrupt)
+        with pytest.raises(SystemExit) as stop:
+            main(["train"])
+        assert (stop.value.code, capsys.readouterr().err) == (130, "minidl train: interrupted\n")
+    else:
+        monkeypatch.setattr("minidl.dist.mpiexec.find", interrupt)
+        assert main(["-n", "1", "x.py"]) == 130
+        assert capsys.readouterr().err == "minidl.launch: interrupted\n"
