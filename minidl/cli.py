@@ -10,9 +10,12 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+import minidl
 
 VERBS = {
     "train": ("training", "train a network"),
@@ -37,12 +40,23 @@ _UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what a mistyped choice was likely to be."""
+
+    def error(self, message: str) -> NoReturn:
+        if mistyped := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(mistyped[1], re.findall(r"[\w.-]+", mistyped[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """All verbs and the options of each, or of one ``only``."""
     from minidl.config import Help
 
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
-    top = argparse.ArgumentParser(prog="minidl", description=about)
+    top = _Parser(prog="minidl", description=about)
+    top.add_argument("--version", action="version", version=f"minidl {minidl.__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, about) in VERBS.items():
         aliases = _ALIASES.get(name, [])

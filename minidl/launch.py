@@ -12,8 +12,6 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from minidl import checks
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the ``mpiexec`` of the command line; return 2 where there is none.
@@ -56,10 +54,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _rank_count(text: str) -> int:
-    try:
-        return checks.at_least("minidl.launch", "-n", int(text), 1)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

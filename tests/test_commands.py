@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import minidl
 from minidl import cli
 
 ROOT = Path(__file__).parents[1]
@@ -85,6 +86,28 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word():
     done = subprocess.run([sys.executable, "-m", "minidl", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+MISTYPED = {
+    ("trian",): "minidl: error: argument VERB: invalid choice: 'trian' (choose from ",
+    ("bench", "layer"): "did you mean layers?",
+    ("train", "--device", "cpuu"): "did you mean cpu?",
+    ("train", "--bathc", "3"): "did you mean --batch?",
+}
+
+
+@pytest.mark.parametrize("words", MISTYPED)
+def test_what_was_mistyped_is_guessed(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and MISTYPED[words] in err and "did you mean" in err
+
+
+def test_the_command_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"minidl {minidl.__version__}\n"
 
 
 @pytest.mark.parametrize("program", ["minidl.cli", "minidl.launch"])
