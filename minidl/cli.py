@@ -19,19 +19,19 @@ import minidl
 
 VERBS = {
     "train": ("training", "train a network"),
-    "predict": ("prediction", "classify images with a trained network, or evaluate it"),
-    "prune": ("pruning", "train a network while it is pruned"),
-    "plan": ("bench.plan", "what a limit of GPU memory costs"),
-    "bench": ("bench.command", "measure layers, networks and the machine"),
-    "fuse": ("fusion.command", "what batch-norm fusion saves"),
-    "plot": ("profile.plots", "pictures of what was measured"),
-    "compare-backends": ("bench.compare_backends", "the same network on two devices, layer by layer"),
-    "tune": ("bench.tuning", "measure what this machine is best told, and keep it"),
-    "warm": ("bench.warm", "compile a network's kernels ahead"),
-    "simulate": ("bench.simulate", "what a step would take on many hosts, from measured layers"),
+    "predict": ("prediction", "classify images with a trained network, or evaluate it on a test set"),
+    "prune": ("pruning", "prune a network while it trains"),
+    "plan": ("bench.plan", "predict what training within a memory limit costs"),
+    "bench": ("bench.command", "measure layers, networks and this machine"),
+    "fuse": ("fusion.command", "show what batch-norm fusion saves, and tune it"),
+    "plot": ("profile.plots", "plot what was measured"),
+    "compare-backends": ("bench.compare_backends", "run a network on two devices and compare layer by layer"),
+    "tune": ("bench.tuning", "measure the best settings for this machine, and keep them"),
+    "warm": ("bench.warm", "compile a network's kernels ahead of time"),
+    "simulate": ("bench.simulate", "predict the time of a step on many hosts from measured layers"),
     "doctor": (
         "bench.doctor",
-        "what this machine has, which wheel is missing; under a launcher, what lies between the ranks",
+        "list what this machine has and what is missing; under mpirun, also test the links between ranks",
     ),
 }
 _ALIASES = {"doctor": ["info"]}
