@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import minidl
-from minidl import cli
+from minidl import cli, launch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -102,6 +102,35 @@ def test_what_was_mistyped_is_guessed(words, capsys):
         cli.main(words)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and MISTYPED[words] in err and "did you mean" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [(["minidl", "train"], ["-m", "minidl"]), (["-m", "a.b"], ["-m", "a.b"]), (["here.py"], ["here.py"])],
+)
+def test_the_launcher_starts_scripts_modules_and_the_command(words, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    started = []
+    monkeypatch.setattr("minidl.dist.mpiexec.find", lambda: FakeMPI(started))
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    launch.main(["-n", "2", *words])
+    assert started[0][1 : 1 + len(runs)] == runs
+    assert launch.main(["-n", "2", "nowhere.py"]) == 2
+    assert "there is no script nowhere.py; -m runs a module" in capsys.readouterr().err
+
+
+class FakeMPI:
+    """Notes what it is to start."""
+
+    family, path = "none", "nowhere"
+
+    def __init__(self, started):
+        self.started = started
+
+    def command(self, ranks, program, elastic):
+        self.started.append(program)
+        return program
 
 
 def test_the_command_tells_its_version(capsys):
