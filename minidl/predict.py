@@ -1,15 +1,16 @@
 """Predictions of a trained network, from its checkpoint alone.
 
 predictor = Predictor("runs/pets")
-for file, row in zip(files, predictor.predict(files), strict=True):
-    print(file, predictor.classes[row.argmax()], row.max())
+probabilities = predictor.predict(["a.jpg", "b.jpg"])
+print(predictor.classes[probabilities[0].argmax()], probabilities[0].max())
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,8 @@ from minidl.model import Model
 _WHO = "Predictor"
 
 
-class Predicted(NamedTuple):
+@dataclass(frozen=True)
+class Predicted:
     """This rank's part of one batch.
 
     Attributes:

@@ -21,31 +21,33 @@ from minidl.predict import Predictor
 from minidl.progress import Progress, progress
 
 _EXAMPLES = """examples:
-  minidl predict runs/pets photo.jpg other.png       a class and its probability for each image
-  minidl predict runs/pets photos/ --top 3 --csv out.csv
-  minidl predict runs/pets/best.safetensors pets/val  images in folders named after classes: accuracy, too
-  minidl predict runs/train                          the test set of the run
+  minidl predict runs/pets photo.jpg other.png           the class and its probability for each image
+  minidl predict runs/pets photos/ --top 3 --csv out.csv a whole folder, as a table
+  minidl predict runs/pets/best.safetensors pets/val     folders named after classes: also the accuracy
+  minidl predict runs/train                              evaluate on the test set of the run
 """
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl predict``."""
     p.usage, p.epilog = "minidl predict CHECKPOINT [IMAGE_OR_FOLDER ...] [options]", _EXAMPLES
-    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a checkpoint, or an output folder: its newest one")
+    p.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="a checkpoint, or an output folder, whose newest one is used"
+    )
     p.add_argument(
         "images", nargs="*", default=[], metavar="IMAGE_OR_FOLDER",
-        help="image files and folders; without any: the test set of the run",
+        help="image files and folders; default: the test set of the run",
     )  # fmt: skip
-    p.add_argument("--data", help="predict on the test set of this data set instead, named as in minidl train")
+    p.add_argument("--data", help="use the test set of this data set, named as in minidl train")
     p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
-    p.add_argument("--top", type=int, default=1, metavar="K", help="classes to report for each image")
-    p.add_argument("--csv", metavar="FILE", help="write one row for each image")
+    p.add_argument("--top", type=int, default=1, metavar="K", help="report the K most likely classes")
+    p.add_argument("--csv", metavar="FILE", help="write a row for each image")
     p.add_argument("--json", metavar="FILE", help="write the same as JSON")
-    p.add_argument("--model", help=f"the network, where the checkpoint does not name it: {models.CHOICES}")
+    p.add_argument("--model", help=f"the network, if the checkpoint does not name it: {models.CHOICES}")
     p.add_argument("--batch", type=int, default=64, help="images at a time, over all ranks")
     p.add_argument("--workers", type=int, default=4, help="threads that decode images")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if there is one")
-    p.add_argument("--precision", help="default: on a GPU that of the training, on the CPU fp32")
+    p.add_argument("--precision", help="default: as in training on a GPU, fp32 on the CPU")
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,13 @@ def _rows(a: argparse.Namespace, predictor: Predictor, dataset: Dataset, display
     damaged = dataset.damaged if isinstance(dataset, ImageFiles) else {}
     display.start("predict", -(-len(dataset) // a.batch))
     own = []
-    for first, probabilities, labels in predictor.batches(dataset, a.batch, workers=a.workers):
-        order = np.argsort(-probabilities, axis=-1, kind="stable")[:, :top]
+    for part in predictor.batches(dataset, a.batch, workers=a.workers):
+        order = np.argsort(-part.probabilities, axis=-1, kind="stable")[:, :top]
         for i, classes in enumerate(order):
-            place, chosen = first + i, [float(f"{value:.6g}") for value in probabilities[i, classes]]
+            place = part.first_sample + i
             name = str(files[place]) if files is not None else str(place)
-            own.append(_Row(place, name, int(labels[i]), classes.tolist(), chosen, damaged.get(place)))
+            chosen = [float(f"{value:.6g}") for value in part.probabilities[i, classes]]
+            own.append(_Row(place, name, int(part.labels[i]), classes.tolist(), chosen, damaged.get(place)))
         display.advance()
     display.finish()
     return sorted((row for rows in predictor.model.comm.share(own) for row in rows), key=lambda row: row.position)
