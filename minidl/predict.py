@@ -19,6 +19,7 @@ from minidl.data import Dataset, ImageFiles, Loader
 from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
 from minidl.model import Model
+from minidl.precision import precision as parse_precision
 
 _WHO = "Predictor"
 
@@ -48,7 +49,7 @@ class Predictor:
         network: its name, as for `minidl.models.build`, or a function of ``num_classes`` and ``image_shape``; None: the
             one that the checkpoint names, as those of ``minidl train`` do.
         device: "cpu" or "cuda".
-        precision: None: on a GPU that of the training, on the CPU float32.
+        precision: None: that of the training, but float32 on the CPU in place of TF32.
         comm: of the ranks that share the work; may be left out where there is one.
 
     Attributes:
@@ -81,7 +82,8 @@ class Predictor:
         self.shape: tuple[int, int, int] = tuple(self._task["shape"])
         self.classes: list[str] = self._task["classes"] or [str(i) for i in range(self._task["outputs"])]
         if precision is None:
-            precision = self._task["precision"] if device == "cuda" else "fp32"
+            trained = parse_precision(self._task["precision"])
+            precision = "fp32" if trained.tf32 and device == "cpu" else trained.name
         graph = self._graph(network)
         self.model = Model(graph, device=device, precision=precision, comm=comm, frozen=["*"]).eval()
         weights = _part(tensors, "model.") | _part(tensors, "average.")

@@ -47,7 +47,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=64, help="images at a time, over all ranks")
     p.add_argument("--workers", type=int, default=4, help="threads that decode images")
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if there is one")
-    p.add_argument("--precision", help="default: as in training on a GPU, fp32 on the CPU")
+    p.add_argument("--precision", help="default: as in training; on the CPU fp32 in place of tf32")
 
 
 @dataclass(frozen=True)

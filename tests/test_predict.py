@@ -190,6 +190,20 @@ def test_a_checkpoint_of_python_has_to_name_its_network(tmp_path):
         Predictor(tmp_path / "other.safetensors")
 
 
+@pytest.mark.parametrize("mode", ["bf16", "fp16"])
+def test_the_precision_is_that_of_the_training(tmp_path, capsys, mode):
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--epochs", 1, "--precision", mode, "--output", tmp_path)
+    assert run_cli(capsys, *common)[0] == 0
+    assert Predictor(tmp_path).model.precision.name == mode
+    assert accuracy_of(tmp_path) in run_cli(capsys, "predict", tmp_path, "--device", "cpu")[1]
+    assert Predictor(tmp_path, precision="fp32").model.precision.name == "fp32"
+    path = checkpoint.latest(tmp_path)
+    tensors, state = checkpoint.load(path)
+    checkpoint.save(path, tensors, state | {"task": state["task"] | {"precision": "tf32x3"}})
+    assert Predictor(tmp_path).model.precision.name == "fp32", "the CPU has no TF32"
+
+
 def test_averaged_weights_are_those_that_predict(tmp_path):
     model, dataset = trained(tmp_path, settings={"model": "mlp"})
     other = minidl.Model(models.mlp(2, (6, 5, 3)), seed=1)
