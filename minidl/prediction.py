@@ -1,4 +1,4 @@
-"""``minidl predict``: the classes of images, from a checkpoint; their accuracy where the classes are known."""
+"""``minidl predict``: classes of images, or of their pixels, from a checkpoint; the accuracy where they are known."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import numpy as np
 from minidl import checkpoint, checks, data, models
 from minidl.bench.setup import device_of, join
 from minidl.data import Dataset, ImageFiles
-from minidl.data.folder import SUFFIXES
+from minidl.data.folder import SUFFIXES, pillow
+from minidl.metrics import Confusion
 from minidl.predict import Predictor
 from minidl.progress import Progress, progress
 
@@ -25,6 +26,7 @@ _EXAMPLES = """examples:
   minidl predict runs/pets photos/ --top 3 --csv out.csv a whole folder, as a table
   minidl predict runs/pets/best.safetensors pets/val     folders named after classes: also the accuracy
   minidl predict runs/train                              evaluate on the test set of the run
+  minidl predict runs/coins photo.png --masks masks      the class of each pixel, by a segmentation network
 """
 
 
@@ -43,6 +45,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--top", type=int, default=1, metavar="K", help="report the K most likely classes")
     p.add_argument("--csv", metavar="FILE", help="write a row for each image")
     p.add_argument("--json", metavar="FILE", help="write the same as JSON")
+    p.add_argument(
+        "--masks", metavar="DIR", help="write the class of each pixel as PNG files, by a segmentation network"
+    )
     p.add_argument("--model", help=f"the network, if the checkpoint does not name it: {models.CHOICES}")
     p.add_argument("--batch", type=int, default=64, help="images at a time, over all ranks")
     p.add_argument("--workers", type=int, default=4, help="threads that decode images")
@@ -73,14 +78,25 @@ def run(a: argparse.Namespace) -> int:
     comm = join(a.device)
     device = device_of(a.device, comm)
     predictor = Predictor(a.checkpoint, network=a.model, device=device, precision=a.precision, comm=comm)
-    if len(predictor.model.graph.output_node.shape) != 1:
-        remedy = "minidl.predict.Predictor has the probabilities of each pixel"
-        raise ValueError(f"{predictor.path}: its network answers for each pixel, not for the image; {remedy}")
+    of_pixels = len(predictor.model.output_node.shape) != 1
+    _require_fitting(a, of_pixels)
     dataset = predictor.files(a.images) if a.images else _test_set(a, predictor)
+    if of_pixels:
+        return _run_on_pixels(a, predictor, dataset)
     rows = _rows(a, predictor, dataset, progress(comm.rank) if a.csv or a.json else Progress())
     if comm.rank == 0:
         _report(a, predictor, rows)
     return int(any(row.error for row in rows))
+
+
+def _require_fitting(a: argparse.Namespace, of_pixels: bool) -> None:
+    """Refuse options that are for networks of the other kind."""
+    if not of_pixels and a.masks is not None:
+        raise ValueError("--masks is for networks that answer for each pixel; this one answers for whole images")
+    if of_pixels and (a.csv is not None or a.json is not None or a.top != 1):
+        raise ValueError("--top, --csv and --json are for networks that classify images; this one answers for pixels")
+    if of_pixels and a.images and a.masks is None:
+        raise ValueError("this network answers for each pixel; --masks DIR writes a picture of the classes")
 
 
 def _test_set(a: argparse.Namespace, predictor: Predictor) -> Dataset:
@@ -172,3 +188,84 @@ def _as_json(predictor: Predictor, rows: list[_Row]) -> str:
         lines.append(json.dumps({"file": row.name, "label": names[row.label] if row.label >= 0 else None} | told))
     head = json.dumps({"checkpoint": str(predictor.path), "classes": names})
     return f'{head[:-1]}, "images": [\n' + ",\n".join(lines) + "\n]}\n"
+
+
+def _run_on_pixels(a: argparse.Namespace, predictor: Predictor, dataset: Dataset) -> int:
+    """Predict the class of each pixel: pictures of them, and how many are right; the exit status."""
+    comm, classes = predictor.model.comm, len(predictor.classes)
+    damaged = dataset.damaged if isinstance(dataset, ImageFiles) else {}
+    stems = _stems(dataset) if a.masks is not None else []
+    display = progress(comm.rank)
+    display.start("predict", -(-len(dataset) // a.batch))
+    counts, failed, done = np.zeros((classes, classes), np.int64), {}, 0
+    for part in predictor.batches(dataset, a.batch, workers=a.workers):
+        found = part.probabilities.argmax(-1)
+        if part.labels.shape == found.shape:
+            known = (part.labels >= 0) & (part.labels < classes)
+            pairs = part.labels[known] * classes + found[known]
+            counts += np.bincount(pairs, minlength=classes**2).reshape(classes, classes)
+        for place, picture in enumerate(found, part.first_sample):
+            if place in damaged:
+                failed[place] = damaged[place]
+                continue
+            done += 1
+            if a.masks is not None:
+                _write_mask(Path(a.masks) / f"{stems[place]}.png", picture)
+        display.advance()
+    display.finish()
+    told = comm.share((done, failed, counts))
+    failed = {place: words for _, each, _ in told for place, words in each.items()}
+    if comm.rank == 0:
+        for words in failed.values():
+            print(words, file=sys.stderr)
+        print(_summary_of_pixels(predictor, sum(each for each, _, _ in told), len(failed), sum(c for _, _, c in told)))
+        if a.masks is not None:
+            print(
+                f"wrote {a.masks}/*.png, {predictor.shape[0]} x {predictor.shape[1]} pixels with the numbers of classes"
+            )
+    return int(bool(failed))
+
+
+def _summary_of_pixels(predictor: Predictor, done: int, damaged: int, counts: np.ndarray) -> str:
+    text = f"{done} image{'s' * (done != 1)} by {predictor.path}" + f", {damaged} damaged" * (damaged > 0)
+    if counts.any():
+        accuracy, iou = np.trace(counts) / counts.sum(), np.nanmean(Confusion.iou(counts))
+        text += f", accuracy {accuracy:.4f} of pixels, mean IoU {iou:.4f}"
+    return text
+
+
+def _stems(dataset: Dataset) -> list[str]:
+    """Names of the pictures of all images.
+
+    Raises:
+        ValueError: two images of one name.
+    """
+    if not hasattr(dataset, "files"):
+        return [str(place) for place in range(len(dataset))]
+    stems = [Path(file).stem for file in dataset.files]
+    if len(set(stems)) < len(stems):
+        twice = next(stem for stem in stems if stems.count(stem) > 1)
+        raise ValueError(f"two images are called {twice}, and so would be their masks; predict on one folder at a time")
+    return stems
+
+
+def _write_mask(path: Path, classes: np.ndarray) -> None:
+    """A picture whose pixels are the numbers of classes, each shown in a colour of its own."""
+    if classes.max(initial=0) > 255:
+        raise ValueError(f"{path}: a picture holds 256 classes; minidl.predict.Predictor tells of more")
+    picture = pillow().fromarray(classes.astype(np.uint8))
+    picture.putpalette(_palette())
+    text = io.BytesIO()
+    picture.save(text, "png")
+    checkpoint.write_whole(path, text.getvalue())
+
+
+def _palette() -> bytes:
+    """Colours of 256 classes as Pascal VOC has them: 0 is black, and the low bits of a number make the large steps."""
+    numbers = np.arange(256)
+    colours = np.zeros((256, 3), np.uint8)
+    for bit in range(8):
+        for channel in range(3):
+            colours[:, channel] |= ((numbers >> channel & 1) << (7 - bit)).astype(np.uint8)
+        numbers >>= 3
+    return colours.tobytes()

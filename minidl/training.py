@@ -485,6 +485,5 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
     if profile is not None:
         told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short
         print(told)
-    classifies = len(trainer.model.output_node.shape) == 1
-    predict = f"; minidl predict {a.output} IMAGES classifies images" if classifies else ""
-    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on{predict}")
+    predict = f"minidl predict {a.output} IMAGES applies the network"
+    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; {predict}")

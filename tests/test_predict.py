@@ -243,15 +243,52 @@ def test_what_is_wrong_is_one_clear_line(words, pets, capsys):
     )
 
 
-def test_a_network_that_answers_for_pixels_is_for_python(tmp_path, capsys):
-    unet = ("--model", "unet", "--model-options", "width=2 depth=2", "--data", "synthetic", "--image-size", 16)
-    common = ("train", "--device", "cpu", "--epochs", 1, "--batch", 4, "--samples", 8, "--classes", 3)
-    assert run_cli(capsys, *common, *unet, "--output", tmp_path)[0] == 0
-    Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(tmp_path / "a.png")
-    status, _, err = run_cli(capsys, "predict", tmp_path, tmp_path / "a.png")
-    assert status == 2 and "answers for each pixel" in err
-    found = Predictor(tmp_path).predict([tmp_path / "a.png"])
-    assert found.shape == (1, 16, 16, 3) and np.allclose(found.sum(-1), 1)
+@pytest.fixture(scope="module")
+def coins(tmp_path_factory):
+    """A run of a small U-Net."""
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    folder = tmp_path_factory.mktemp("coins")
+    unet = ["--model", "unet", "--model-options", "width=2 depth=2", "--data", "coins", "--image-size", "24"]
+    assert cli.main(["train", "--device", "cpu", "--epochs", "1", *unet, "--output", str(folder)]) == 0
+    return folder
+
+
+def test_a_network_that_answers_for_pixels_writes_masks(coins, tmp_path, capsys):
+    [row] = csv.DictReader((coins / "metrics.csv").read_text().splitlines())
+    status, out, _ = run_cli(capsys, "predict", coins, "--masks", tmp_path / "masks")
+    expected = f"accuracy {float(row['test_accuracy']):.4f} of pixels, mean IoU {float(row['test_iou']):.4f}"
+    assert status == 0 and expected in out, "as in the evaluation of the run"
+    found = Predictor(coins).predict(data.coins("test", size=24))
+    assert found.shape[1:] == (24, 24, 2) and np.allclose(found.sum(-1), 1, atol=1e-6)
+    masks = sorted((tmp_path / "masks").glob("*.png"), key=lambda path: int(path.stem))
+    assert len(masks) == len(found)
+    for path, probabilities in zip(masks, found, strict=True):
+        np.testing.assert_array_equal(np.asarray(Image.open(path)), probabilities.argmax(-1))
+    assert Image.open(masks[0]).getpalette()[:9] == [0, 0, 0, 128, 0, 0, 0, 128, 0], "colours of Pascal VOC"
+
+
+def test_masks_are_of_files_that_can_be_told_apart(coins, tmp_path, capsys):
+    for name in ("a/one.png", "b/one.png", "b/two.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        Image.fromarray(np.zeros((30, 20, 3), np.uint8)).save(tmp_path / name)
+    (tmp_path / "b" / "three.png").write_text("no image")
+    masks = tmp_path / "masks"
+    status, out, err = run_cli(capsys, "predict", coins, tmp_path / "b", "--masks", masks)
+    assert status == 1 and out.startswith("2 images by ") and "1 damaged" in out and "three.png cannot be" in err
+    assert sorted(path.name for path in masks.iterdir()) == ["one.png", "two.png"]
+    status, _, err = run_cli(capsys, "predict", coins, tmp_path / "a", tmp_path / "b", "--masks", masks)
+    assert status == 2 and "two images are called one" in err
+
+
+def test_options_of_the_other_kind_of_network_are_refused(coins, pets, tmp_path, capsys):
+    for words, told in {
+        (coins, "--top", 2): "--top, --csv and --json are for networks that classify images",
+        (coins, "--csv", tmp_path / "x.csv"): "--top, --csv and --json are for networks",
+        (coins, pets / "val"): "this network answers for each pixel; --masks DIR writes",
+        (pets / "run", pets / "val", "--masks", tmp_path): "--masks is for networks that answer for each pixel",
+    }.items():
+        status, out, err = run_cli(capsys, "predict", *words)
+        assert (status, out) == (2, "") and told in err
 
 
 def test_files_are_cut_to_any_shape(tmp_path):
