@@ -85,7 +85,7 @@ class Predictor:
             trained = parse_precision(self._task["precision"])
             precision = "fp32" if trained.tf32 and device == "cpu" else trained.name
         graph = self._graph(network)
-        self.model = Model(graph, device=device, precision=precision, comm=comm, frozen=["*"]).eval()
+        self.model = Model(graph, device=device, precision=precision, comm=comm).eval()
         weights = _part(tensors, "model.") | _part(tensors, "average.")
         checkpoint.match(self.model.state_dict(), weights, str(self.path), "--model names the network")
         self.model.load_state_dict(weights)
