@@ -28,7 +28,7 @@ def pillow() -> Any:
     Raises:
         ImportError: Pillow is not installed.
     """
-    with checks.needs("an image folder", "data"):
+    with checks.needs("reading image files", "data"):
         from PIL import Image
     return Image
 
