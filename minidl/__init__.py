@@ -23,7 +23,7 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":  # what Python and its tools ask of every module
         raise AttributeError(f"module 'minidl' has no attribute {name!r}", name=name)
-    if find_spec(f"minidl.{name}"):
+    if name.isidentifier() and find_spec(f"minidl.{name}"):
         return import_module(f"minidl.{name}")
     public = import_module("minidl.public")
     here = globals()
