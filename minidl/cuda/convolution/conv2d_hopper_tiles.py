@@ -143,7 +143,7 @@ ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 # launch.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE, START = 1.3, 3.0
-# What the whole device takes to fetch a row of a stage; more for each cache line more that it lies in (see `reads`), for
+# What the whole device takes to fetch a row of a stage; more for each cache line more that it is in (see `reads`), for
 # one that is filled up with zeros, and for one of these where rows start within sectors, of pixels and of filters. The
 # times of all tiles at passes that fetching bounds (1x5 and 3x1 filters), taken for sums over their rows, give a row of
 # pixels 9.5e-6, in two lines 1.9e-5, and of filters as much; one of 16 channels 1.2e-5 and 2.0e-5, of 24 channels
