@@ -199,6 +199,22 @@ def test_the_family_is_the_one_that_measured_fastest():
     assert chosen((104, 10, 10, 512), 512, (3, 3), groups=32) == chosen((10, 8, 8, 128), 128, (3, 3), 1, 8) == "hopper"
 
 
+@pytest.mark.parametrize(
+    ("x", "filters", "stride", "times"),
+    [
+        ((19, 16, 13, 360), (968, 1, 1), 2, {"64x64x6*2 1/1": 6.9, "64x128x4*2 1/2": 7.6, "128x64x4*2 1/1": 8.7}),
+        ((2, 33, 26, 272), (48, 3, 3), 1, {"64x128x4*2 5/1": 6.8, "64x64x6*2 1/2": 7.2, "64x64x6*2 2/1": 7.8}),
+        ((16, 55, 49, 640), (64, 3, 3), 2, {"64x256x5 5/1": 24.8, "64x128x4*2 5/1": 25.1, "64x64x6*2 1/2": 27.9}),
+    ],
+)
+def test_few_steps_wait_for_what_they_copy(x, filters, stride, times):
+    """The choice is within a tenth of the fastest by times of an H200, in microseconds."""
+    padding = tuple(taps // 2 for taps in filters[1:])
+    conv = convolution("test", x, (*filters, x[3]), (stride, stride), padding, (1, 1), 1)
+    chosen = str(options(Question("backward_weight", conv, 1, 0), H200)[0]).removeprefix("hopper ")
+    assert times.get(chosen, float("inf")) <= 1.1 * min(times.values()), chosen
+
+
 def _planned_for(tile, tf32) -> dict:
     """The variants of one tile, and how many threads a multiprocessor is to hold: with and without a stride, both
     types, one partial sum or several, clusters; partial sums that hold little of a tile, gradients that overflow the L2

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.convolution.conv2d_walk import SECTOR, itemsize_of
+from minidl.cuda.convolution.conv2d_walk import SECTOR, STAGE_ROW, itemsize_of
 from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
@@ -21,8 +21,8 @@ from minidl.shapes import ceil_div, round_up
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 MORE = 48  # of an output or data gradient, multiples of eight of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
-# TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
-# read whole rows.
+# TF32 and by one; of an output or data gradient, but for an output of few channels where Hopper's kernels read whole
+# rows of pixels and filters (144-24, 100,352 pixels: they take 14.0 us, these 16.1; 32-24, 401,875 pixels: 21.5, 15.4).
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 FULL = 72  # blocks with which passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
@@ -111,7 +111,9 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
     # filters, read across, begin within one makes Hopper's kernels slow.
     if widens:
         return few <= GATHERED or wide * itemsize_of(code) % SECTOR == 0
-    return which == "backward_data" and (few <= GATHERED or few * itemsize_of(code) % SECTOR > 0)
+    if which == "forward":
+        return few <= GATHERED and wide * itemsize_of(code) < STAGE_ROW
+    return few <= GATHERED or few * itemsize_of(code) % SECTOR > 0
 
 
 def gather(
