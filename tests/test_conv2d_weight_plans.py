@@ -205,9 +205,11 @@ def test_the_family_is_the_one_that_measured_fastest():
         ((19, 16, 13, 360), (968, 1, 1), 2, {"64x64x6*2 1/1": 6.9, "64x128x4*2 1/2": 7.6, "128x64x4*2 1/1": 8.7}),
         ((2, 33, 26, 272), (48, 3, 3), 1, {"64x128x4*2 5/1": 6.8, "64x64x6*2 1/2": 7.2, "64x64x6*2 2/1": 7.8}),
         ((16, 55, 49, 640), (64, 3, 3), 2, {"64x256x5 5/1": 24.8, "64x128x4*2 5/1": 25.1, "64x64x6*2 1/2": 27.9}),
+        ((15, 28, 20, 32), (80, 1, 5), 1, {"128x64x4*2 26/1": 6.4, "128x192x5 33/1": 7.8}),
+        ((18, 53, 58, 48), (112, 1, 5), 2, {"128x64x4*2 26/1": 8.6, "128x192x5 33/1": 9.8}),
     ],
 )
-def test_few_steps_wait_for_what_they_copy(x, filters, stride, times):
+def test_steps_wait_for_what_they_copy_and_for_zeros_beside_it(x, filters, stride, times):
     """The choice is within a tenth of the fastest by times of an H200, in microseconds."""
     padding = tuple(taps // 2 for taps in filters[1:])
     conv = convolution("test", x, (*filters, x[3]), (stride, stride), padding, (1, 1), 1)
