@@ -144,13 +144,14 @@ ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
 ALONE, START = 1.3, 3.0
 # What the whole device takes to fetch a row of a stage; more for each cache line more that it is in (see `reads`), for
-# one that is filled up with zeros, and for one of these where rows start within sectors, of pixels and of filters. The
-# times of all tiles at passes that fetching bounds (1x5 and 3x1 filters), taken for sums over their rows, give a row of
-# pixels 9.5e-6, in two lines 1.9e-5, and of filters as much; one of 16 channels 1.2e-5 and 2.0e-5, of 24 channels
-# 2.4e-5 and 7.9e-5. Fitted to 199 passes; a fifth of the shapes, left out in turn, is chosen for as well.
-ROW, CROSSING, SHORT, ODD = 1.0e-5, 6.9e-6, 1.29e-5, (1.66e-5, 4.33e-5)
+# one that is filled up with zeros, by the root of its share of them, and for one of these where rows start within
+# sectors, of pixels and of filters. Times of all tiles at passes that fetching bounds (1x5 and 3x1 filters), taken for
+# sums over their rows, give a row of pixels 9.5e-6, in two lines 1.9e-5, and of filters as much; one of 16 channels
+# 1.2e-5 and 2.0e-5, of 24 channels 2.4e-5 and 7.9e-5. Fitted to 307 passes; a fifth of the shapes, left out in turn, is
+# chosen for nearly as well.
+ROW, CROSSING, SHORT, ODD = 1.0e-5, 6.8e-6, 2.2e-5, (1.5e-5, 4.9e-5)
 # What a tile takes longer to leave its block's one output buffer where rows of the output start within sectors.
-PATCHY = 0.28
+PATCHY = 0.39
 # Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
 FIRST = 1.5
 # What a window's stage is spared of products where the depth is less.
@@ -288,10 +289,9 @@ def _more(channels: int, itemsize: int, full: bool, odd: float) -> float:
 
     ``full``: the last one has as many as the others; ``odd``: of `ODD`.
     """
-    lines, within = reads(channels, itemsize)
-    rest = channels % (STAGE_ROW // itemsize)
-    short = 0.0 if full or not rest else 1 / ceil_div(channels, STAGE_ROW // itemsize)
-    return CROSSING * lines + short * (SHORT + odd * within)
+    (lines, within), stage = reads(channels, itemsize), STAGE_ROW // itemsize
+    missing = 0.0 if full else -channels % stage / stage
+    return CROSSING * lines + missing**0.5 / ceil_div(channels, stage) * (SHORT + odd * within)
 
 
 def _memory(conv: Convolution, backward: bool, code: int) -> float:
