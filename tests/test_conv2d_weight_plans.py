@@ -193,6 +193,7 @@ def test_the_family_is_the_one_that_measured_fastest():
         return options(Question("backward_weight", conv, 1, 0), H200)[0].family
 
     assert chosen((68, 50, 53, 16), 464, (3, 3), 2) == chosen((93, 64, 64, 16), 176, (1, 1)) == "hopper"
+    assert chosen((2, 7, 5, 1384), 584, (5, 5)) == "hopper"  # the gradient does not fit the L2 cache
     assert chosen((36, 82, 108, 32), 136, (1, 5)) == chosen((33, 102, 103, 24), 264, (1, 1)) == "generic"
     assert chosen((49, 93, 93, 8), 176, (1, 1)) == chosen((86, 125, 125, 16), 16, (1, 1)) == "thin"
     assert chosen((128, 56, 56, 128), 128, (3, 3), groups=32) == "grouped"
