@@ -187,8 +187,7 @@ def _shrunk(trainer: Trainer, a: argparse.Namespace) -> str:
 
 
 def _flop(graph: Graph) -> int:
-    shapes = graph.shapes((1, *graph.nodes[0].shape))
-    return sum(n.layer.cost(*(shapes[i] for i in n.inputs)).forward.flop for n in graph.nodes if n.layer)
+    return sum(cost.forward.flop for _, cost in graph.costs(1))
 
 
 def _sparse(trainer: Trainer, a: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "minidl"
 
 # From the ground up. A module may import only from levels below its own (or from its own folder).
 LEVELS = [
-    {"extensions", "checks", "shapes"},
+    {"extensions", "cache", "checks", "shapes"},
     {"precision"},
     {"cpu", "cuda"},
     {"backend", "initializers"},

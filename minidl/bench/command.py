@@ -174,7 +174,7 @@ def _energy(a: argparse.Namespace) -> Energy | None:
 def _options(a: argparse.Namespace, device: str) -> layers.Options:
     budget, peers = layers.budget_on(device, checks.at_least("", "--samples", a.samples, 2)), {}
     if a.peer:
-        from minidl.bench.torch_peer import peer_ms
+        from minidl.bench.torch_calls import peer_ms
 
         peers["torch"] = partial(peer_ms, budget=budget)
     return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
@@ -190,7 +190,7 @@ def _network_options(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _torch_module(a: argparse.Namespace) -> int:
-    from minidl.bench.torch_peer import bench_command
+    from minidl.bench.torch_table import bench_command
 
     content = bench_command(a)
     _print(a.view, content)
