@@ -228,6 +228,45 @@ def test_swapped_tiles_are_for_one_round_of_blocks_in_16_bits():
         assert tile.rows % 16 == tile.columns % 64 == 0 and tile.patches == tile.resident == tile.parts == 1
 
 
+@pytest.mark.parametrize("code", [0, 1])
+@pytest.mark.parametrize("backward", [False, True])
+def test_stages_that_rows_do_not_fill_take_no_less_to_fetch(backward, code):
+    """Of pixels and of filters: ends of lines and zeros cost the engine more than values do."""
+    tile, vector = conv2d_hopper_tiles.TILES[0], 8 if code else 4
+
+    def fetched(channels, filters):
+        places = (1, 1), (1, 1), (1, 1)
+        conv = convolution("test", (2, 20, 20, channels), (filters, 3, 3, channels), *places, 1)
+        least, more = conv2d_hopper_tiles._fetched(conv, backward, tile, code)
+        assert least > 0 <= more
+        return least + more
+
+    full = fetched(256, 256)
+    for narrow in range(256 - vector, 192, -vector):  # as many stages; as many columns of the tile, or less than it has
+        depth = fetched(256, narrow) if backward else fetched(narrow, 256)
+        assert depth >= full, narrow
+    within, whole = (fetched(256, n) if backward else fetched(n, 256) for n in (3 * vector, 4 * vector))
+    assert within > whole, "rows that start within a sector of the cache"
+
+
+# What passes took that rows in parts of lines slow down: microseconds of an H200, x, filters, whether data gradient.
+MEASURED = [
+    ((56, 86, 96, 72), (128, 3, 1), True, {"halo32": 85.4, "halo28": 97.5, "256x128x4": 116.2, "192x128x4": 135.7}),
+    ((8, 23, 29, 1128), (264, 3, 3), False, {"halo28": 86.7, "128x192x4": 88.5, "192x128x4": 91.7, "128x128x5": 102.3}),
+    ((11, 24, 25, 48), (48, 5, 5), True, {"80x64x8T": 7.5, "112x64x8T": 8.2, "64x64x6*2": 8.2, "160x64x7T": 10.1}),
+    ((15, 28, 20, 32), (80, 1, 5), False, {"96x128x7T": 4.3, "112x128x6T": 4.4, "160x64x7T": 5.2, "64x64x6*2": 6.1}),
+    ((8, 50, 54, 144), (1392, 3, 1), True, {"128x192x4": 76.0, "halo28": 77.2, "256x64x4": 82.3, "192x128x4": 89.0}),
+]
+
+
+@pytest.mark.parametrize(("x", "filters", "backward", "times"), MEASURED)
+def test_rows_in_parts_of_lines_are_reckoned_with(x, filters, backward, times):
+    padding = tuple(size // 2 for size in filters[1:])
+    conv = convolution("test", x, (*filters, x[3]), (1, 1), padding, (1, 1), 1)
+    chosen = conv2d_hopper_tiles.choose(conv, backward, BUILT_IN["H200"])[0].name
+    assert times.get(chosen, float("inf")) <= 1.1 * min(times.values()), chosen
+
+
 @pytest.mark.parametrize(("size", "stride", "kernel"), [(14, 2, 3), (28, 2, 1), (9, 3, 3), (15, 3, 2)])
 def test_the_busiest_multiprocessor_has_as_many_stages_as_blocks_find(size, stride, kernel):
     """Tile by tile, as `within_class` of conv2d_hopper_tile.cuh looks up which of a class it is: those of blocks that

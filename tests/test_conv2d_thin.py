@@ -98,6 +98,16 @@ def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted
         assert thin is None or (stem == "conv2d_thin") == thin
 
 
+def test_an_output_of_few_channels_is_theirs_where_others_fill_up_with_zeros_or_memory_bounds_it():
+    """As measured on an H200: from less than a stage of channels; to 16 where there are not many; to eight always."""
+    for channels, filters, thin in (
+        (32, 32, True), (32, 24, True), (56, 24, True), (64, 32, False), (144, 24, False),
+        (136, 8, True), (704, 8, True), (96, 16, True), (152, 16, False), (704, 16, False),
+    ):  # fmt: skip
+        stem = stems_of(_case((643, 25, 25), channels, filters), bfloat16)[0]
+        assert (stem == "conv2d_thin") == thin, (channels, filters)
+
+
 @pytest.mark.parametrize(
     "case", [_case((1, 9, 9), 40, 33), Case("3x3", (1, 9, 9, 64), (2, 3, 3)), _case((1, 9, 9), 8192, 16)]
 )

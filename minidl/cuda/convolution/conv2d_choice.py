@@ -26,9 +26,10 @@ from minidl.cuda.device import DeviceRecord
 from minidl.shapes import round_up
 
 # Of a weight gradient by the generic kernel, whose tiles have at least 64 rows and columns, taps side by side:
-# microseconds to start and end; in one, bytes of both images, those of the gradient, and products in 16 bits, of which
-# one takes half in TF32.
-START, BYTES, WRITTEN, PRODUCTS, TILE = 8.1, 3.07e6, 2.8e6, 9.5e7, 64
+# microseconds to start and end; in one, bytes of both images, those of the gradient, of one in 16 bits that the L2
+# cache does not hold (5x5 1384-584 on 2 images of 7x5 pixels: 48.8 us, Hopper's 35.9), and products in 16 bits, of
+# which one takes half in TF32.
+START, BYTES, WRITTEN, OVERFLOWING, PRODUCTS, TILE = 8.1, 3.07e6, 2.8e6, 2.0e6, 9.5e7, 64
 
 
 def widened(conv: Convolution, code: int) -> Convolution:
@@ -81,7 +82,8 @@ def _by_generic(conv: Convolution, tf32: int) -> float:
     """How long the generic kernel should take for a weight gradient, microseconds on a chip as fast as an H200."""
     rows, columns = conv.out_channels // conv.groups, conv.channels // conv.groups * prod(conv.kernel)
     products = conv.pixels * conv.groups * round_up(rows, TILE) * round_up(columns, TILE)
-    written = 4 * rows * columns * conv.groups / WRITTEN
+    rate = OVERFLOWING if conv2d_weight_tiles.overflows(conv) and not tf32 else WRITTEN
+    written = 4 * rows * columns * conv.groups / rate
     return START + max(conv2d_weight_tiles.moved(conv, tf32) / BYTES, products * (2 * tf32 or 1) / PRODUCTS, written)
 
 

@@ -59,7 +59,6 @@ class HaloTile(NamedTuple):
         return f"halo{self.window}"
 
     columns = 64
-    fetched = 0  # rows of a stage, to speak of: windows come once for all taps
     windows = WINDOWS
     threads = 384
     resident = 1

@@ -18,9 +18,11 @@ from minidl.cuda.convolution.conv2d_walk import (
     STAGE_ROW,
     columns_of,
     depth_of,
+    filter_rows,
     group_columns_of,
     itemsize_of,
     reads,
+    tail_of,
     walks_of,
 )
 from minidl.cuda.device import BUILT_IN, DeviceRecord
@@ -137,14 +139,19 @@ PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
 # Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
-# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; what
-# the second-level cache takes for a row of a stage, for each cache line more that the row lies in, and for a row that
-# starts within a sector (see `reads`): once for a pixel, as what one of its stages leaves of a line the next finds.
+# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; a
+# launch.
 READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
-ALONE = 1.3
-ROW, CROSSING, ODD = 1.0e-5, 4.0e-5, 2.0e-5
-# A row of filters that are read across and end within it; a launch.
-EMPTY, START = 3.0e-5, 3.0
+ALONE, START = 1.3, 3.0
+# What the whole device takes to fetch a row of a stage; more for each cache line more that it is in (see `reads`), for
+# one that is filled up with zeros, by the root of its share of them, and for one of these where rows start within
+# sectors, of pixels and of filters. Times of all tiles at passes that fetching bounds (1x5 and 3x1 filters), taken for
+# sums over their rows, give a row of pixels 9.5e-6, in two lines 1.9e-5, and of filters as much; one of 16 channels
+# 1.2e-5 and 2.0e-5, of 24 channels 2.4e-5 and 7.9e-5. Fitted to 307 passes; a fifth of the shapes, left out in turn, is
+# chosen for nearly as well.
+ROW, CROSSING, SHORT, ODD = 1.0e-5, 6.8e-6, 2.2e-5, (1.5e-5, 4.9e-5)
+# What a tile takes longer to leave its block's one output buffer where rows of the output start within sectors.
+PATCHY = 0.39
 # Until the first windows have come, of which a block has one at a time: nothing is multiplied before.
 FIRST = 1.5
 # What a window's stage is spared of products where the depth is less.
@@ -220,19 +227,18 @@ def microseconds(
     share = ceil_div(tiles, device.multiprocessors)
     rounds = share + (ALONE - 1 if share % tile.resident else 0)
     depth, channels = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
-    lines, odd = reads(depth, itemsize_of(code))
-    fetched = stages * tile.fetched * (ROW + (CROSSING * lines + ODD * odd) / ceil_div(depth, channels))
-    if backward and code and columns_of(conv, backward) % channels and not isinstance(tile, HaloTile):
-        fetched += stages * channels * EMPTY / ceil_div(columns_of(conv, backward), tile.columns)
     multiplied = stages / tiles if len(walks_of(conv, backward)) == 1 else _most(conv, tile, device, code) / share
     multiplied = math.ceil(multiplied / tile.parts)
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
     busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
-    arithmetic = max(rounds * busy, fetched) + FIRST * isinstance(tile, HaloTile)
+    busy += PATCHY * (tile.resident > 1 and reads(columns_of(conv, backward), itemsize_of(code))[1])
+    least, more = _fetched(conv, backward, tile, code)
+    arithmetic = max(rounds * busy, stages * (least + more)) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
-    return arithmetic, START + max(arithmetic, memory) + EXPOSED * min(arithmetic, memory)
+    exposed = EXPOSED * (min(arithmetic, memory) + min(stages * more, memory))
+    return arithmetic, START + max(arithmetic, memory) + exposed
 
 
 def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
@@ -262,6 +268,30 @@ def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, 
             heapq.heapreplace(held, held[0] + count)
         most += tile.resident * (cycles * int(stages.sum()) + max(held))
     return most
+
+
+def _fetched(conv: Convolution, backward: bool, tile: HopperTile | HaloTile, code: int) -> tuple[float, float]:
+    """Microseconds that fetching a stage takes of the whole device: if rows were whole lines, and what they take more.
+
+    Windows are fetched once for all taps, which is little.
+    """
+    itemsize, depth, columns = itemsize_of(code), depth_of(conv, backward), columns_of(conv, backward)
+    pixels = 0 if isinstance(tile, HaloTile) else tile.rows
+    filters = filter_rows(conv, code, backward, tile.columns)
+    full = tail_of(conv, backward, code) > 0  # the last stage of a depth begins early
+    of_pixels = _more(depth, itemsize, full, ODD[0])
+    of_filters = _more(columns, itemsize, False, ODD[1]) if backward and code else _more(depth, itemsize, full, ODD[1])
+    return (pixels + filters) * ROW, pixels * of_pixels + filters * of_filters
+
+
+def _more(channels: int, itemsize: int, full: bool, odd: float) -> float:
+    """Microseconds by which a row of a stage takes longer than a whole line: on average over those of ``channels``.
+
+    ``full``: the last one has as many as the others; ``odd``: of `ODD`.
+    """
+    (lines, within), stage = reads(channels, itemsize), STAGE_ROW // itemsize
+    missing = 0.0 if full else -channels % stage / stage
+    return CROSSING * lines + missing**0.5 / ceil_div(channels, stage) * (SHORT + odd * within)
 
 
 def _memory(conv: Convolution, backward: bool, code: int) -> float:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
-from minidl.cuda.convolution.conv2d_walk import SECTOR, itemsize_of
+from minidl.cuda.convolution.conv2d_walk import SECTOR, STAGE_ROW, itemsize_of
 from minidl.cuda.rows import ACCESS, address, rows, vector_width
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
@@ -21,10 +21,14 @@ from minidl.shapes import ceil_div, round_up
 FEW, FEW_HALVES = 16, 32  # channels on one side, at most; of 16-bit types
 MORE = 48  # of an output or data gradient, multiples of eight of 16-bit types
 # Channels of which no other kernel is faster, as seen on an H200: of a weight gradient in float32 by three products in
-# TF32 and by one; of an output or data gradient, but for an output of few channels, of whose filters Hopper's kernels
-# read whole rows.
+# TF32 and by one; of an output or data gradient, but for an output of few channels.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 FULL = 72  # blocks with which passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
+# Of an output of few channels in 16 bits, from as many as fill a stage of Hopper's kernels: channels beside which
+# memory bounds these; how many stages leave it so beside more of them, to FEW. From fewer, which Hopper's fill up with
+# zeros, these are faster (theirs and these, in us: 32-32 60.7 and 51.4, 32-24 21.5 and 15.4, 64-32 55.3 and 70.9,
+# 144-24 14.0 and 16.1, 136-8 23.9 and 19.2, 152-16 41.9 and 44.6, 704-16 39.0 and 47.6).
+BOUND, STAGES = 8, 2
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
 STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
@@ -105,6 +109,9 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         return few <= FEW and STARTED + conv.pixels * (2 * (few + wide) / MOVED + few / MULTIPLIED) < others
     if weight and (hopper or tf32 == 1):
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
+    if which == "forward" and not widens and hopper and code:
+        stages = wide * itemsize_of(code) / STAGE_ROW
+        return few <= (FEW_HALVES if stages < 1 else FEW if stages < STAGES else BOUND)
     if few <= FEW or not hopper:
         return few <= FEW
     # Beside more than 24 there are no registers to write whole sectors of rows that begin within one; that the rows of

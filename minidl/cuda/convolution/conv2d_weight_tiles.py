@@ -160,6 +160,7 @@ class _Candidate(NamedTuple):
         tiles: of the gradient.
         step: microseconds that a multiprocessor is busy with a stage of a tile.
         copied: microseconds that copying a stage takes of the whole device.
+        zeros: microseconds that the copy engine of a multiprocessor fills rows of a stage up with zeros.
         held: values of a tile that the gradient has.
     """
 
@@ -169,15 +170,17 @@ class _Candidate(NamedTuple):
     tiles: int
     step: float
     copied: float
+    zeros: float
     held: int
 
 
 # Fitted to times measured on an H200: all candidates at 137 random shapes and 24 layers of networks, what was chosen
 # for all of ResNet-50, VGG-16 and U-Net; the shapes of docs/tuning.md were left out. All in microseconds, or what goes
 # through in one: the start of a launch; until the pipeline of a block is filled and when it is empty again; a stage,
-# from the request until it has been multiplied; how much longer products of a block take without another one beside it
-# to hide its latencies; for each tile more of a block.
-_START, _FILLED, _LATENCY, _ALONE, _TURNED = 0.68, 1.79, 1.03, 1.39, 1.32
+# from the request until it has been multiplied (fitted anew to 114 passes, of which 1.15 to 1.28 choose alike); how
+# much longer products of a block take without another one beside it to hide its latencies; for each tile more of a
+# block.
+_START, _FILLED, _LATENCY, _ALONE, _TURNED = 0.68, 1.79, 1.15, 1.39, 1.32
 # Bytes of the whole device; of the shorter of memory traffic and work, what the longer does not hide; values that a
 # multiprocessor writes of the gradient, and of partial sums.
 _MEMORY, _EXPOSED, _WRITTEN = 4.49e6, 0.164, (1.0e4, 1.13e5)
@@ -189,6 +192,9 @@ _FETCHED = 1.31e6
 # a row that starts within a sector (see `reads`); more for one with fewer channels than fill it, and more for one that
 # there is not, which is filled with zeros.
 _ROW, _CROSSING, _ODD, _PARTIAL, _NONE = 7.64e-6, 4.94e-6, 1.19e-5, 8.0e-6, 9.5e-6
+# What the copy engine of a multiprocessor takes for a row that it fills up with zeros: all that 1x1 filters between 16,
+# 24 or 32 channels do.
+_ZEROS = 2.1e-3
 _MEMBERS = 16  # multiprocessors in a group
 _DEALT = 0, 8, 16, 24, 36, 43, 50, 57  # of 66 clusters of two, those that were seen to go to one group
 # How much longer products take whose operand is normalised, by the filters that a warpgroup multiplies it by;
@@ -326,6 +332,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
     blocks = taps * spans
     least = round_up(rows, SPAN) * round_up(blocks * span, SPAN)  # by the smallest tile
     wide = _block(conv.channels, channels, span), _block(conv.out_channels, rows, span)
+    short = tuple(span * _ZEROS * _short(summed, span) for summed in (channels, rows))
     for tile in filter(None, (_normalizing(tile) if normalized else tile for tile in tiles_of(tf32))):
         tiles = ceil_div(rows, tile.rows), ceil_div(blocks, tile.columns // span)
         area, count = tile.rows * tile.columns, conv.groups * tiles[0] * tiles[1]
@@ -334,6 +341,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         down, across = tile.rows // span, tile.columns // span
         none = down + across - filters / tiles[0] - blocks / tiles[1]  # blocks beyond the last
         copied = across * wide[0] + down * wide[1] + none * span * _NONE
+        zeros = across * short[0] + down * short[1]
         own = tile.step * (_NORMALIZED[tile.rows // tile.warpgroups[0]] if normalized else 1)
         held = min(tile.rows, rows) * tile.columns // span * min(span, channels)
         shared = _shared(count, steps, tile.resident) if conv.groups == 1 and shares(tile, tf32) else []
@@ -341,7 +349,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
             # Where a second kernel is needed anyway, clusters save too little for what they cost.
             if division.cluster == 1 or division.parts == 1:
                 fetched = _fetch(tiles, conv.groups, division, tile, span, rows_first(conv, division))
-                yield _Candidate(tile, division, steps, count, max(own, fetched), copied, held)
+                yield _Candidate(tile, division, steps, count, max(own, fetched), copied, zeros, held)
     grid = None if tf32 else halo(conv)
     if grid is not None:
         steps = ceil_div(conv.images * grid.size[0] * grid.size[1], SPAN)
@@ -350,7 +358,7 @@ def _candidates(conv: Convolution, normalized: bool = False, tf32: int = 0) -> I
         for division in _divisions(count, steps, 1, False):
             fetched = _fetch((filters, spans), conv.groups, division, _SQUARE, SPAN)
             step = max(HALO.step, fetched, normalized * _HALO_NORMALIZED)
-            yield _Candidate(HALO, division, steps, count, step, sum(wide), held)
+            yield _Candidate(HALO, division, steps, count, step, sum(wide), sum(short), held)
 
 
 def _block(channels: int, summed: int, span: int) -> float:
@@ -358,8 +366,12 @@ def _block(channels: int, summed: int, span: int) -> float:
     them in a group.
     """
     lines, odd = reads(channels, ROW_BYTES // span)
-    short = (summed % span > 0) / ceil_div(summed, span)
-    return span * (_ROW + _CROSSING * lines + _ODD * odd + _PARTIAL * short)
+    return span * (_ROW + _CROSSING * lines + _ODD * odd + _PARTIAL * _short(summed, span))
+
+
+def _short(summed: int, span: int) -> float:
+    """The share of blocks of so many channels that they do not fill."""
+    return (summed % span > 0) / ceil_div(summed, span)
 
 
 def _fetch(tiles: Pair, groups: int, division: Division, tile: WeightTile, span: int, down: bool = False) -> float:
@@ -411,7 +423,7 @@ def _shared(tiles: int, steps: int, resident: int) -> list[Division]:
 
 def _microseconds(conv: Convolution, candidate: _Candidate, tf32: int = 0) -> float:
     """Roughly the time that it takes."""
-    tile, division, steps, tiles, step, copied, held = candidate
+    tile, division, steps, tiles, step, copied, zeros, held = candidate
     several = division.parts > 1
     own, more = ceil_div(steps * division.tiles, division.chunks), ceil_div(division.tiles - 1, division.parts)
 
@@ -419,7 +431,7 @@ def _microseconds(conv: Convolution, candidate: _Candidate, tf32: int = 0) -> fl
         """Of so many blocks at a time."""
         beside = ceil_div(blocks, WORKERS)
         together = max(beside, _ALONE if tile.resident > 1 else 1.0) * step
-        each = max(together, blocks * copied, _LATENCY / tile.stages)
+        each = max(together, beside * zeros, blocks * copied, _LATENCY / tile.stages)
         written = beside * (1 + more) * held / _WRITTEN[several]
         return own * each + _FILLED + more * _TURNED + written
 
