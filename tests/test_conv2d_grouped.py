@@ -5,6 +5,8 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -73,8 +75,12 @@ def test_groups_are_taken_where_they_fit():
         # Some fill tiles of 64 columns, of Hopper or not.
         filled = {"1x1": "conv2d_kernel", "32": "conv2d_hopper_kernel", "stride-2-32": "conv2d_hopper_kernel"}
         wanted = filled.get(case.name, "conv2d_grouped_kernel")
-        assert kernels(case, bfloat16) == {wanted}, case.name
-        assert kernels(case, float32) == {"conv2d_kernel"}
+        many = dataclasses.replace(case, x=(1000, *case.x[1:]))
+        assert kernels(many, bfloat16) == {wanted}, case.name
+        assert kernels(many, float32) == {"conv2d_kernel"}
+    for stride, few in ((1, (14, 10, 10, 64)), (2, (10, 14, 14, 64))):
+        case = Case("few", few, (64, 3, 3), stride=(stride, stride), padding=(1, 1), groups=4)
+        assert kernels(case, bfloat16) == {"conv2d_kernel"}
     for other in (
         Case("dilated", (2, 9, 9, 16), (16, 3, 3), dilation=(2, 2), groups=4),
         Case("odd-pitch", (2, 9, 9, 15), (15, 3, 3), groups=3),

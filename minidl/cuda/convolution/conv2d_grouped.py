@@ -28,6 +28,9 @@ WEIGHT_BLOCKS = 264  # of a weight gradient
 SUMS_HELD = 150  # words of sums and gradients that a thread of it may hold
 COPIES = 8  # of a thread for each row
 FULL = 48  # channels of a group that fill the tiles of the generic kernel
+# Rows of the generic kernel's tiles, which have a group each, and how many run at a time: of 490 and 1400 pixels in
+# four groups of 16 channels it takes 4 to 5 us on an H200, this one 6 to 10.
+TILE, ROUND = 64, 132
 NARROW = 8  # of which Hopper's tiles multiply mostly zeros in weight gradients
 
 _SIZES = tuple((name, np.int32) for name in ("channels", "out_channels", "slabs"))
@@ -80,11 +83,13 @@ def applies(conv: Convolution, code: int, backward: bool) -> bool:
 
 
 def pays(conv: Convolution, weight: bool, hopper: bool) -> bool:
-    """Whether it should beat the generic kernel, whose tiles have 64 columns (measured at 32 and at 80 channels), and
-    Hopper's, where these can do it. Weight gradients on an H200, 27 shapes: of 8 channels 45 us against 50 and 79
-    against 74, of 16 and 32 always slower, 1.2 to 3 times.
+    """Whether it should beat the generic kernel, whose tiles have 64 columns (measured at 32 and at 80 channels) but
+    which starts sooner, and Hopper's, where these can do it. Weight gradients on an H200, 27 shapes: of 8 channels 45
+    us against 50 and 79 against 74, of 16 and 32 always slower, 1.2 to 3 times.
     """
     width = max(conv.channels, conv.out_channels) // conv.groups
+    if not weight and conv.groups * ceil_div(conv.pixels, TILE) <= ROUND:
+        return False
     return width <= FULL and (not hopper or (weight and width <= NARROW))
 
 
