@@ -24,7 +24,7 @@
 // for all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
-// partial; VEC_Y (1, 4), values per access to the gradient.
+// partial.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
 // which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.

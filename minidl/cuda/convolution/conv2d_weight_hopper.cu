@@ -28,7 +28,7 @@
 // of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
 // WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
 // 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS,
-// whether the L2 cache cannot hold the gradient; VEC_Y (1, 4), values per access to it.
+// whether the L2 cache cannot hold the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with

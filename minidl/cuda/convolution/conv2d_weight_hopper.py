@@ -37,7 +37,7 @@ from minidl.cuda.convolution.widen import narrow
 from minidl.cuda.device import DeviceRecord
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import address, rows
+from minidl.cuda.rows import ACCESS, address, rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -130,19 +130,19 @@ def backward_weight(
 ) -> None:
     """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input.
 
-    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
+    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types. The kernels write 16 bytes at a time:
+    a gradient that begins elsewhere is made in a place of its own.
     """
     whole = bundled(conv, tf32)
-    if whole.groups < conv.groups:
+    if whole.groups < conv.groups or address(out) % ACCESS:
         gradient = empty((*out.shape[:-1], conv.channels // whole.groups), float32)
         backward_weight(whole, code, dy, x, gradient, False, choice, norm, tf32)
         narrow(gradient, out, accumulate, conv.groups)
         return
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
-    vec_y = 4 if address(out) % 16 == 0 else 1
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
     forced = taken(choice, conv, normalized, tf32)
-    planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
+    planned = plan(conv, code, pitches, accumulate, forced, normalized, tf32)
     summed = planned.summed
     partials = empty(summed.values, float32) if summed else None
     launch(
@@ -180,7 +180,6 @@ def plan(
     conv: Convolution,
     code: int,
     pitches: tuple[int, int],
-    vec_y: int,
     accumulate: bool,
     forced: tuple[WeightTile | HaloTile, Division] | None = None,
     normalized: bool = False,
@@ -190,7 +189,6 @@ def plan(
 
     Args:
         pitches: elements per pixel of x and dy.
-        vec_y: values of the gradient that may be written at a time, as far as its address goes: 4 or 1.
         accumulate: whether the sum is added to the gradient.
         forced: tile and division, instead of those chosen.
         normalized: whether x is the input of a batch norm with a ReLU over it.
@@ -221,7 +219,6 @@ def plan(
     held = _Held(*tile.size, span) if whole else _held(tile, rows, channels, span)
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
     fields |= {"patch_rows": held.rows, "patch_columns": held.span}
-    defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
         stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
         fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
@@ -238,7 +235,7 @@ def plan(
     sizes = {"rows": rows, "channels": channels, "columns": taps * channels, "spans": spans, "blocks": taps * spans}
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
     sizes |= {"steps": steps} | lots
-    summed = _sum(tile, held, code, vec_y, conv.groups, **sizes) if division.parts > 1 else None
+    summed = _sum(tile, held, code, conv.groups, **sizes) if division.parts > 1 else None
     blocks = lots["lots"] * division.chunks
     threads = tile.threads + (32 if defines.get("BORDER") and tile.resident > 1 else 0)  # else there are idle warps
     return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, summed)
@@ -270,7 +267,7 @@ def _held(tile: WeightTile | HaloTile, rows: int, channels: int, span: int) -> _
     return _Held(min(tile.size[0], round_up(rows, _PATCH[0])), tile.size[1] // span * held, held)
 
 
-def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups: int, **sizes: int) -> Summed:
+def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **sizes: int) -> Summed:
     """Who adds up the partial sums. ``sizes``: fields of the problem."""
     lots, shared, parts = (sizes[name] for name in ("lots", "shared", "parts"))
     halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
@@ -289,7 +286,7 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups
     fields["down"] = down // lines
     grid = across // warps * sizes["tiles_n"], fields["down"] * sizes["tiles_m"], groups
     assert max(grid[1:]) < 2**16, grid
-    defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
+    defines = {"DTYPE": code, "LINES": lines, "WARPS": warps, "SPLIT": split}
     values = lots * (parts + shared - 1) * held.rows * held.columns
     return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
 
