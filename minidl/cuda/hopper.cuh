@@ -501,6 +501,12 @@ DEVICE uint4 load_shared(u32 address) {
     return value;
 }
 
+DEVICE u32 load_shared_word(u32 address) {
+    u32 value;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+    return value;
+}
+
 DEVICE uint2 load_shared_pair(u32 address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");

@@ -1,4 +1,4 @@
-// What the weight gradients of Hopper share: clusters, and how sums leave the registers.
+// What the weight gradients of Hopper share: clusters, how images are walked, and how sums leave the registers.
 // Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; OVERFLOWS: the gradient leaves the L2
 // cache first.
 #pragma once
@@ -17,6 +17,29 @@
 #else
 #define CLUSTERED
 #endif
+
+// A pixel of images of height x width, or a point of a grid over them, and those a stage further: `further_n`, `_h` and
+// `_w` of the problem, which are a stage as images, rows and pixels.
+struct Pixel {
+    int image, y, x;
+
+    __device__ __forceinline__ Pixel() {}
+    __device__ __forceinline__ Pixel(int index, int height, int width) {
+        const int line = index / width;
+        x = index - line * width;
+        image = line / height;
+        y = line - image * height;
+    }
+
+    template <class Problem>
+    __device__ __forceinline__ void advance(const Problem& p, int height, int width) {
+        x += p.further_w;
+        y += p.further_h;
+        image += p.further_n;
+        if (x >= width) x -= width, ++y;
+        if (y >= height) y -= height, ++image;
+    }
+};
 
 // What a partial sum holds of a tile: rows, and columns of each span. Multiples of 16, all but where the gradient has
 // fewer.

@@ -18,18 +18,6 @@ struct Fragments {
     u32 rows[2 * M][4], columns[4 * N][2];
 };
 
-DEVICE u32 load_word(u32 address) {
-    u32 word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
-}
-
-DEVICE uint2 load_pair(u32 address) {
-    uint2 pair;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(address) : "memory");
-    return pair;
-}
-
 // Where this thread's words are in a block of rows or columns, for each fragment of it and both pixels.
 struct Places {
     u32 row[2][2], column[4][2];
@@ -54,14 +42,14 @@ DEVICE void load_fragments(Fragments<M, N>& to, const Places& places, u32 offset
     for (int i = 0; i < 2 * M; ++i)
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
-            const uint2 pair = load_pair(places.row[i % 2][next] + offset + i / 2 * block_bytes);
+            const uint2 pair = load_shared_pair(places.row[i % 2][next] + offset + i / 2 * block_bytes);
             to.rows[i][2 * next] = pair.x, to.rows[i][2 * next + 1] = pair.y;
         }
 #pragma unroll
     for (int j = 0; j < 4 * N; ++j)
 #pragma unroll
         for (int next = 0; next < 2; ++next)
-            to.columns[j][next] = load_word(places.column[j % 4][next] + offset + j / 4 * block_bytes);
+            to.columns[j][next] = load_shared_word(places.column[j % 4][next] + offset + j / 4 * block_bytes);
 }
 
 // Of each word what TF32 holds, to nearest, and what is left, of which the units ignore the last bit. A NaN that the
