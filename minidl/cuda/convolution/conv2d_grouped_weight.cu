@@ -44,15 +44,6 @@ using Sources = RowCopies<OCTETS, UNITS, IN, STEP_H, STEP_W, 7 * STEP_W + SIGHT,
 using Gradients = RowCopies<OCTETS, UNITS, OUT, 1, 1, 8, VEC_Y>;
 constexpr int STAGE_BYTES = Sources::BYTES + Gradients::BYTES;
 
-// d += a b: 16 outputs x 16 pixels, times that x 8 channels.
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    mma_bf16(d, a, b);
-#else
-    mma_f16(d, a, b);
-#endif
-}
-
 // The sums of one product, as far as output and channel are of one group.
 DEVICE void write_sums(const float (&sums)[4], float* output, const Problem& p, int first_unit, int tile, int chunk,
                        int tap) {
@@ -143,7 +134,7 @@ conv2d_grouped_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, 
 #pragma unroll
                                 for (int i = 0; i < 2 && j + i < WARP_CHUNKS; ++i) {
                                     const u32 two[2] = {b[2 * i], b[2 * i + 1]};
-                                    multiply(sums[r * KERNEL_W + s][j + i], rows[pair][age], two);
+                                    multiply_fragments(sums[r * KERNEL_W + s][j + i], rows[pair][age], two);
                                 }
                             }
                         }

@@ -42,6 +42,7 @@
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_columns.cuh"
 #include "tickets.cuh"
+#include "wgmma.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif

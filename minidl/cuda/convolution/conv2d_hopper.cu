@@ -85,6 +85,7 @@
 // tap as far as the L2 cache does not keep it.
 #include "conv2d_columns.cuh"
 #include "tickets.cuh"
+#include "wgmma.cuh"
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.

@@ -47,6 +47,7 @@
 #include "stem.cuh"
 #if WARPGROUP
 #include "hopper.cuh"
+#include "wgmma.cuh"
 #else
 #define STATISTICS 0
 #endif
@@ -77,7 +78,7 @@ constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to 
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
 #if WARPGROUP
-// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each
+// The filter as an operand of wgmma.cuh: for each column tile, blocks of eight groups of the depth, a row for each
 // column.
 constexpr int BLOCK_BYTES = TILE_N * 128;
 struct Packed {

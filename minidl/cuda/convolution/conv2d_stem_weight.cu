@@ -97,7 +97,7 @@ struct Gradient {
         for (int u = 0; u < EACH; ++u, from += LANES * pitch) {
             const int i = first + u * LANES;
             if (TILE_Q % LANES == 0 || i < TILE_Q)
-                copy_vector<VEC_DY>(to + offset(i / 16 * 16 + pixel_row(i % 16), channel), from, i < pixels);
+                copy_values<VEC_DY>(to + offset(i / 16 * 16 + pixel_row(i % 16), channel), from, i < pixels);
         }
     }
 };

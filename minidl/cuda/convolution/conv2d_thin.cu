@@ -129,8 +129,8 @@ struct Sum {
 #pragma unroll
                 for (int m = 0; m < EACH / 2; ++m) {
                     const Vector &x = part.x[c][2 * m], &y = part.x[c][2 * m + 1];
-                    multiply_units(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
-                    multiply_units(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
+                    multiply_fragments(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
+                    multiply_fragments(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
                 }
             }
     }
@@ -320,10 +320,10 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
             for (int b = 0; b < OCTETS; b += 2) {
                 const u32(&upper)[OCTETS] = few.parts[m], (&lower)[OCTETS] = few.parts[m + 1];
                 if (b + 1 < OCTETS)
-                    multiply_units(c, {upper[b], lower[b], upper[(b + 1) % OCTETS], lower[(b + 1) % OCTETS]},
+                    multiply_fragments(c, {upper[b], lower[b], upper[(b + 1) % OCTETS], lower[(b + 1) % OCTETS]},
                                    {w[b][j], w[(b + 1) % OCTETS][j]});
                 else
-                    multiply_half(c, {upper[b], lower[b]}, {w[b][j]});
+                    multiply_halves(c, {upper[b], lower[b]}, {w[b][j]});
             }
             y[m][2 * j] = c[0], y[m][2 * j + 1] = c[1], y[m + 1][2 * j] = c[2], y[m + 1][2 * j + 1] = c[3];
         }

@@ -33,6 +33,7 @@
 // FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once
 // per 64 filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
+#include "wgmma.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif

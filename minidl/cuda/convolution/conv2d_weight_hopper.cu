@@ -53,6 +53,8 @@
 #include "conv2d_weight_hopper.cuh"
 #if DTYPE == 0
 #include "conv2d_weight_hopper_tf32.cuh"
+#else
+#include "wgmma.cuh"
 #endif
 
 constexpr int SPAN = 128 / sizeof(T);  // filters, channels and pixels of a block

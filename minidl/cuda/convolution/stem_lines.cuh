@@ -15,6 +15,7 @@
 // was not explained.
 #pragma once
 #include "hopper.cuh"
+#include "wgmma.cuh"
 
 constexpr int WIDE = GROUP / STRIDE_W;                          // channels of a pixel of a line
 constexpr int ACROSS = (KERNEL_W + STRIDE_W - 1) / STRIDE_W;    // groups of a window
@@ -28,7 +29,7 @@ constexpr int ROWS_BYTES = NEW * LENGTH * 2;
 
 DEVICE int pixel_row(int i) { return i; }
 
-// The operand of all windows from `address` on, for hopper.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
+// The operand of all windows from `address` on, for wgmma.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
 // each, one after the other, the next eight 128 bytes and the next eight columns 16 bytes further.
 DEVICE u64 windows_from(u32 address) { return u64((address & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(16 >> 4) << 32; }
 

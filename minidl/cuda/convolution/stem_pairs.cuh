@@ -99,7 +99,7 @@ struct Product {
             const u32 b[2] = {*reinterpret_cast<const u32*>(pair) & first,
                               *reinterpret_cast<const u32*>(pair + SECOND * STEP * 4) & second};
 #pragma unroll
-            for (int i = 0; i < FRAGMENTS; ++i) multiply_add<false>(sum[i][j], a[i], b);
+            for (int i = 0; i < FRAGMENTS; ++i) multiply_fragments(sum[i][j], a[i], b);
         }
     }
 

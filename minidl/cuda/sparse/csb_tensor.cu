@@ -28,6 +28,7 @@
 // first 4, or 1).
 #include "csb_tensor.cuh"
 #include "store_whole.cuh"
+#include "wgmma.cuh"
 
 struct Problem {
     i64 x_pitch, samples;
@@ -124,9 +125,9 @@ DEVICE void multiply(float (&sum)[2][64], const Fragments& head, const Fragments
     for (int s = 0; s < INSTRUCTIONS; ++s)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            multiply_words(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
-            multiply_words(sum[m], head[s][m], rests + operand_step(32) * s, 1);
-            multiply_words(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
+            multiply(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
+            multiply(sum[m], head[s][m], rests + operand_step(32) * s, 1);
+            multiply(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
         }
     commit_products();
 }
