@@ -238,7 +238,7 @@ DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, const Pixel& pix
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                       const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
     await_predecessor();

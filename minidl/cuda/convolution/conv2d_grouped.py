@@ -21,7 +21,6 @@ WARPS = 2, 2  # along the pixels and along the channels
 PAIRS = 2  # of octets, of a warp of a weight gradient
 OCTETS = 2 * WARPS[0]  # of a block, as many in both kernels
 STAGES = 4
-RESIDENT = 2  # blocks of a multiprocessor
 HELD = 136  # words of filters and sums that a thread may hold
 BLOCKS = 264  # that run at a time on an H200
 WEIGHT_BLOCKS = 264  # of a weight gradient
@@ -165,7 +164,7 @@ def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int])
     defines = {
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
         "STRIDE_W": conv.stride[1], "BACKWARD": int(backward), "WARPS_M": WARPS[0], "WARPS_N": WARPS[1],
-        "STAGES": STAGES, "RESIDENT": RESIDENT, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
+        "STAGES": STAGES, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
     }  # fmt: skip
     shared = STAGES * _stage_bytes(conv, backward, units)
     grid = slabs * blocks
@@ -313,7 +312,7 @@ def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int]) -> tuple
     )
     defines = {
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
-        "STRIDE_W": conv.stride[1], "BACKWARD": 0, "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
+        "STRIDE_W": conv.stride[1], "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
     } | sets.defines  # fmt: skip
     parity = ceil_div((OCTET - 1) * conv.stride[1] + conv.kernel[1], conv.stride[1])
     pixel_x, pixel_y = (

@@ -13,12 +13,13 @@
 // its registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS
 // sets and takes the items of its chunk one after the other; chunks depend on the sizes alone.
 //
-// Macros: DTYPE (1, 2); those of strip.cuh with BACKWARD 0; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
+// Macros: DTYPE (1, 2); those of strip.cuh but BACKWARD; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
 // BUNDLE, groups of a unit; SETS, WARP_CHUNKS as above; PAIRS of octets of an item; STAGES; VEC_X, VEC_Y, values per
 // copy of x and dy.
 // Grid: slabs of sets x chunks, slabs fastest. Dynamic shared memory: stages, and 32 bytes.
 // FLOP: 2 * R * S * C/groups per value of dy, up to 16 / GROUP_IN times that on the units. Bytes: dy and x once, and
 // 4 * chunks * |dw| twice.
+#define BACKWARD 0
 #include "common.cuh"
 
 constexpr int IN = BUNDLE * GROUP_IN, OUT = BUNDLE * GROUP_OUT;  // channels of a unit

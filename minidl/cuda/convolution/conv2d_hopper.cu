@@ -68,17 +68,7 @@
 // columns; one thread of another keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * SLAB_BYTES + 1024 bytes, and what a
 // cluster sends.
-// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
-// where it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512
-// channels a quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output
-// fits). Of 64-256 channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many
-// bytes, 4.3 in stores alone: it is the turns between reads and writes that cost.
-// Nor so that what ends a tile is hidden: warpgroups with tiles of 128x128 of their own, in turn, one writing while the
-// other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99);
-// what is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2
-// times as long as cuDNN's without a mask beside it, 1.9 as it is); it or the addend read into registers ahead
-// (nothing).
-// Where the time of a short launch goes, and what did not shorten it: docs/tuning.md.
+// Where the time of a launch goes, and what did not shorten it: docs/tuning.md.
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
 // second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and

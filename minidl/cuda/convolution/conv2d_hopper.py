@@ -299,7 +299,7 @@ def turned(w: Any) -> Any:
     out, taps = empty((channels, *kernel, filters), w.dtype), math.prod(kernel)
     grid = ceil_div(channels, TURN) * ceil_div(filters, TURN), taps
     sizes = np.int32(filters), np.int32(taps), np.int32(channels)
-    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
+    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes)
     return out
 
 

@@ -40,14 +40,7 @@
 // of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119 in the other order of tiles; stores alone
 // take 93. Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn reads them again
 // (1x1 512-256 on 28x28 pixels: 88 to 120 us).
-// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
-// laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
-// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3
-// % less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled:
-// blocks that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is
-// fetched once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain
-// (1x1 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all
-// blocks read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
+// What did not shorten launches beside kernels that hold multiprocessors: docs/tuning.md.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"

@@ -7,12 +7,6 @@
 // pixels, 99 us beside 85 of the kernel that finds its input ready; as long where nothing is masked; 112 where each
 // warp found what is outside by itself, and masked the results). The sums are turned back at the end. Three warpgroups
 // share tiles of 192 columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256.
-// Tried before: three warps that are otherwise idle, in shared memory; 1x1 filters then took up to 70 % longer, 3x3
-// with a stride of two 30 to 80 %. Two blocks of 128x128 on a multiprocessor have no registers for operands beside a
-// product that runs, and are slower than one of 128x256.
-// Reckoned and not built: four problems without a stride, by parity of the taps, x walked once for up to two taps and
-// dy moved instead, so that nothing is masked and a value is normalised 5 times for 9. The taps fill five tiles of
-// 256x128 to nine tenths, and these take a tenth longer for a product than 128x192: 95 to 103 us there.
 #pragma once
 #include "conv2d_input.cuh"
 

@@ -14,10 +14,9 @@
 // adds theirs.
 // Block: WARPS x SPLIT warps. Grid: cells (along columns, along rows, groups): a warp has few loads, and each division
 // that it needs to find them is as much as several.
-// Tried without gain: telling the L2 cache that partials need not be written back once they are read
-// (discard.global.L2). Taken out again: let_next_in(). With it ten of ResNet-50's 23 weight gradients of 32 images,
-// timed one behind another on an H200, took 6 to 28 % more than in the run before, likely as blocks of the next one lie
-// badly then. FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
+// Not let_next_in(): with it ten of ResNet-50's 23 weight gradients of 32 images, timed one behind another on an H200,
+// took 6 to 28 % more, likely as blocks of the next one lie badly then.
+// FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
 #define CLUSTER 1
 #include "conv2d_weight_hopper.cuh"
 

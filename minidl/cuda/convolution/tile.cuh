@@ -18,7 +18,7 @@
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARPS = 2, THREADS = 32 * WARPS * WARPS;  // along the rows and along the columns of a block's tile
 constexpr int DEPTH_BYTES = 128;
 constexpr int DEPTH = DEPTH_BYTES / sizeof(T);
 constexpr int CHUNK = 16 / sizeof(T);
@@ -52,13 +52,13 @@ __device__ __forceinline__ int staged_column(int row, int column) { return colum
 
 #if DTYPE != 0 || TF32
 
-// Tensor-core product: WARPS_M x WARPS_N warps, each with its part of rows and columns in fragments of 16 x 8.
+// Tensor-core product: WARPS x WARPS warps, each with its part of rows and columns in fragments of 16 x 8.
 template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
 struct TileProduct {
     using A = Tile<ROWS, A_DEPTH_INNER>;
     using B = Tile<COLUMNS, B_DEPTH_INNER>;
-    static constexpr int M = ROWS / WARPS_M / 16;
-    static constexpr int N = COLUMNS / WARPS_N / 8;
+    static constexpr int M = ROWS / WARPS / 16;
+    static constexpr int N = COLUMNS / WARPS / 8;
     static constexpr int STEP = 32 / sizeof(T);  // depth of one mma: 32 bytes
     static_assert(N % 2 == 0, "column fragments are loaded in pairs");
 
@@ -80,8 +80,8 @@ struct TileProduct {
                 for (int e = 0; e < 4; ++e) sum[i][j][e] = 0.0f;
     }
 
-    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * (ROWS / WARPS_M); }
-    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * (COLUMNS / WARPS_N); }
+    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS * (ROWS / WARPS); }
+    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS * (COLUMNS / WARPS); }
 
     // A word of a tile of 32-bit values: ldmatrix transposes 16-bit values only.
     static __device__ __forceinline__ u32 load_word(u32 address) {
