@@ -16,7 +16,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
@@ -38,7 +38,7 @@ PLACES = 132  # multiprocessors that a weight gradient is cut for: the same ever
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
-HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
+HOPPER_SHARED = 228 * 1024  # of a multiprocessor
 
 _FORWARD = struct(
     "",

@@ -34,7 +34,7 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     tiles_of,
 )
 from minidl.cuda.convolution.widen import narrow
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import HOPPER, DeviceRecord
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, address, rows
@@ -59,7 +59,6 @@ __all__ = [
     "tiles_of",
 ]
 
-ARCH = (9, 0)
 
 # The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
@@ -163,7 +162,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -
     of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk the arrays densely (`View.legal`, offsets of
     taps below 255).
     """
-    if device.arch != ARCH or not (code or tf32):
+    if device.arch != HOPPER or not (code or tf32):
         return False
     unit = conv.groups * (8 if code else 4)
     if conv.channels % unit or conv.out_channels % unit:

@@ -18,7 +18,7 @@ from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
 from minidl.cuda.convolution.conv2d import conv2d, conv2d_backward_data
 from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, TILE_THREADS, argument, pixel_chunk, struct
-from minidl.cuda.device import current_device
+from minidl.cuda.device import HOPPER, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
@@ -89,7 +89,7 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        kernels = csb_skinny_hopper if current_device().arch == csb_skinny_hopper.ARCH else csb_skinny
+        kernels = csb_skinny_hopper if current_device().arch == HOPPER else csb_skinny
         kernels.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
