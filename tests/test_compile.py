@@ -340,7 +340,8 @@ def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
 def test_a_profile_costs_less_than_a_fiftieth_of_the_run(cuda_ops, rng, tmp_path):
     """Blocks of steps with and without it take turns, so that the clock of the GPU is the same for both."""
     model = m.Model(models.build("resnet50", (224, 224, 3), 1000), device="cuda", precision="bf16")
-    loader = data.Loader(data.dataset("synthetic", None, "train", n=32, shape=(8, 8, 3), num_classes=1000), 32)
+    images = data.dataset("synthetic", None, "train", n=32, shape=(8, 8, 3), num_classes=1000)
+    loader = data.Loader(images, 32, dtype=model.precision.storage)
     optimizer, loss = m.SGD(model, 1e-3, 0.9), m.SoftmaxCrossEntropy()
     run = Trainer(model, optimizer, loss, loader, schedule=lambda step: 1e-3, epochs=1000)
     x = cuda_ops.cast(cuda_ops.from_host(rng.standard_normal((32, 224, 224, 3), f32)), model.precision.storage)

@@ -163,12 +163,16 @@ DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 template <int PENDING>
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
-// Gives up registers of this warpgroup, or takes what others gave up, so that each thread has COUNT; needs a register
-// cap at the kernel's entry, and waits until there are as many.
-template <int COUNT>
-DEVICE void give_registers() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(COUNT)); }
-template <int COUNT>
-DEVICE void take_registers() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT)); }
+// How a block alone on its multiprocessor shares out the registers: all its threads begin with as many, GIVING of them
+// keep LEFT each, TAKING go on with TAKEN. Whole warpgroups do so, of a kernel whose __launch_bounds__ say all of these
+// threads. Who takes waits until there are as many; where there never are, for ever.
+template <int GIVING, int LEFT, int TAKING, int TAKEN>
+struct RegisterShares {
+    static constexpr int BLOCK = GIVING + TAKING, EACH = 65536 / BLOCK / 8 * 8;
+    static_assert(GIVING * LEFT + TAKING * TAKEN <= BLOCK * EACH, "no more registers than there are");
+    DEVICE void give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT)); }
+    DEVICE void take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN)); }
+};
 
 // Starts a copy of 16 bytes by this thread, of zeros where there are none.
 DEVICE void copy_chunk(u32 to, const void* from, bool there) {

@@ -62,13 +62,13 @@ conv2d_divided_kernel(const __grid_constant__ Maps maps, const float* __restrict
     __syncthreads();
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<40>();
+        if constexpr (SHIFT) Registers::give();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
             fill(at, maps, p, ring, blockIdx.x);
         }
     } else {
-        if constexpr (SHIFT) take_registers<232>();
+        if constexpr (SHIFT) Registers::take();
         const Tile tile(p, blockIdx.x);
         Ring<STAGES> ring;
         Sum sum;

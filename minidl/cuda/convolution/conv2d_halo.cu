@@ -47,6 +47,7 @@ constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;  // see conv2d_hopper.cu
 constexpr int WARPGROUPS = 2;
 constexpr int THREADS = 128 * WARPGROUPS + 128;  // a whole warpgroup of filling threads, to take registers from
+using Registers = RegisterShares<128, NORMALIZED ? 88 : 40, 128 * WARPGROUPS, NORMALIZED ? 208 : 232>;
 constexpr int WIDTH = 8;
 constexpr int PIXELS = WIDTH * WINDOW;
 constexpr int FILTERS = 64;
@@ -449,7 +450,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        give_registers<NORMALIZED ? 88 : 40>();
+        Registers::give();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Filling filling{at, p};
             deal(counter, p.tiles, p.share, p.group, [&](int number) { filling.tile(maps, number); });
@@ -459,7 +460,7 @@ conv2d_halo_kernel(const __grid_constant__ Maps maps, const float* __restrict__ 
             normalize_all(at, p, {moments, gamma, beta, p.depth}, threadIdx.x / 32 - 4 * WARPGROUPS - 1);
 #endif
     } else {
-        take_registers<NORMALIZED ? 208 : 232>();
+        Registers::take();
         Input input(at, p, warpgroup);
         for (;;) {
             const Ticket ticket = input.next();

@@ -81,11 +81,12 @@ constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
 constexpr bool ACROSS = BACKWARD && sizeof(T) == 2;
 constexpr int WARPGROUPS = SWAPPED ? TILE_N / 64 : TILE_M == 192 ? 3 : TILE_M == 64 ? 1 : 2;
-// A block alone on its multiprocessor shifts registers from the filling warps to the multiplying ones, which takes a
-// whole warpgroup of them; of several blocks all threads have the same.
+// Whether registers go from filling to multiplying threads, for which it takes a whole warpgroup of the former.
 constexpr bool SHIFT = RESIDENT == 1 && WARPGROUPS > 1;
 constexpr int PARTS = DIVIDED ? DIVIDED : CUT;  // stretches of the depth
 constexpr bool FILLS_MORE = NORMALIZED || (SPREAD && MASKED);  // than 40 registers are enough for
+using Registers =
+    RegisterShares<128, FILLS_MORE ? 56 : 40, 128 * WARPGROUPS, WARPGROUPS == 3 ? 152 : FILLS_MORE ? 224 : 232>;
 static_assert(!NORMALIZED || SHIFT, "warps or registers to spare");
 static_assert(!GROUPED || (DTYPE && !NORMALIZED && PARTS == 1 && (GROUPED == 1 || TILE_N == 64)),
               "whole groups of 16 bits");
@@ -411,7 +412,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     const int warpgroup = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warpgroup == WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<FILLS_MORE ? 56 : 40>();
+        if constexpr (SHIFT) Registers::give();
         if (threadIdx.x == 128 * WARPGROUPS) {
             Ring<STAGES> ring;
             deal(counter, p.tiles, p.share, p.group, [&](int number) { fill(at, maps, p, ring, number); });
@@ -420,7 +421,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if (threadIdx.x / 32 == 4 * WARPGROUPS + 1) fill_affine(at, p, {moments, gamma, beta, p.depth});
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<WARPGROUPS == 3 ? 152 : FILLS_MORE ? 224 : 232>();
+        if constexpr (SHIFT) Registers::take();
         Ring<STAGES> ring;
         Output output{{at, maps, p, warpgroup, spaced}};
         for (;;) {

@@ -39,6 +39,7 @@
 #endif
 
 constexpr int WARPGROUPS = 3, THREADS = 128 * (WARPGROUPS + 1);
+using Registers = RegisterShares<128, NORMALIZED ? 104 : 32, 128 * WARPGROUPS, NORMALIZED ? 136 : 160>;
 constexpr int POINTS = 64, STAGE_BYTES = POINTS * 128;
 
 struct Maps {
@@ -224,14 +225,14 @@ conv2d_weight_halo_kernel(const __grid_constant__ Maps maps, float* __restrict__
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        give_registers<NORMALIZED ? 104 : 32>();
+        Registers::give();
         if (threadIdx.x - 128 * WARPGROUPS < 2) fill(at, maps, p, work);
 #if NORMALIZED
         if (warp > 4 * WARPGROUPS)
             normalize_all(at, p, work, {moments, gamma, beta, p.channels}, warp - 4 * WARPGROUPS - 1);
 #endif
     } else {
-        take_registers<NORMALIZED ? 136 : 160>();
+        Registers::take();
         const int filter_row = warp / 4;
         Sum sum;
         accumulate(sum, at, p, work.last - work.first, filter_row);

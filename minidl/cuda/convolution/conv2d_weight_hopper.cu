@@ -61,6 +61,7 @@ constexpr int FILLING = 2;  // warps that speak for a stage
 constexpr int FILLING = 1;
 #endif
 constexpr int THREADS = 128 * WARPGROUPS + (SHIFT ? 128 : 32 * FILLING);
+using Registers = RegisterShares<128, WARPGROUPS == 2 ? 40 : 32, 128 * WARPGROUPS, WARPGROUPS == 2 ? 232 : 160>;
 constexpr int ROWS = TILE_M / WARPGROUPS_M, COLUMNS = TILE_N / WARPGROUPS_N;  // of a warpgroup
 constexpr int ROW_BLOCKS = TILE_M / SPAN, COLUMN_BLOCKS = TILE_N / SPAN;
 constexpr int BLOCK_BYTES = SPAN * 128, STAGE_BYTES = (ROW_BLOCKS + COLUMN_BLOCKS) * BLOCK_BYTES;
@@ -372,7 +373,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
     await_predecessor();
     // The two roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (warp >= 4 * WARPGROUPS) {
-        if constexpr (SHIFT) give_registers<WARPGROUPS == 2 ? 40 : 32>();
+        if constexpr (SHIFT) Registers::give();
         Ring<STAGES> ring;
         bool begun = true;
         if (fills)
@@ -388,7 +389,7 @@ conv2d_weight_hopper_kernel(const __grid_constant__ Maps maps, float* __restrict
         }
 #endif
     } else {
-        if constexpr (SHIFT) take_registers<WARPGROUPS == 2 ? 232 : 160>();
+        if constexpr (SHIFT) Registers::take();
         int warpgroup = warp / 4;
         const Portion portion(p);
         Ring<STAGES> ring;

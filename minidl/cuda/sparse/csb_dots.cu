@@ -34,6 +34,7 @@ struct Problem {
 
 constexpr int WARPS = 16, ITEMS = 64, CAPACITY = WARPS * ITEMS;
 constexpr int FETCHERS = 128, MULTIPLIERS = 32 * WARPS, THREADS = MULTIPLIERS + FETCHERS;
+using Registers = RegisterShares<FETCHERS, 56, MULTIPLIERS, 104>;
 constexpr int ROWS = TALL, COLUMNS = WIDE, SAMPLES = 32 * VEC, WORDS = COLUMNS / 32;
 constexpr u32 FRESH = 1;  // of an item: its row is another than that of the item before
 
@@ -239,7 +240,7 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
     const int found = number(s, elements), warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Ring<STAGES> ring;
     if (warp >= WARPS) {
-        give_registers<56>();
+        Registers::give();
         for (int base = 0; base < found; base += CAPACITY) {
             const Pass pass(found - base);
             list(s, elements, base, pass);
@@ -253,7 +254,7 @@ csb_dots_kernel(const int* __restrict__ indptr, const u16* __restrict__ indices,
         }
         return;
     }
-    take_registers<104>();
+    Registers::take();
     for (int base = 0; base < found; base += CAPACITY) {
         const Pass pass(found - base);
         list(s, elements, base, pass);

@@ -29,6 +29,7 @@ constexpr int DEPTH = 64, TILE_M = 128;
 constexpr int ROW_BLOCKS = TILE_M / 64, BLOCKS = ROW_BLOCKS + TILE_N / 64;  // boxes of a stage
 constexpr int BLOCK_BYTES = 64 * 128, STAGE = BLOCKS * BLOCK_BYTES;
 constexpr int MULTIPLIERS = 256, THREADS = MULTIPLIERS + 128;
+using Registers = RegisterShares<128, 40, MULTIPLIERS, 232>;
 constexpr int PITCH = TILE_N + 8;  // floats of the tile in shared memory: the rows of a quad meet different banks
 
 struct Maps {
@@ -113,10 +114,10 @@ csb_sampled_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict_
     const int last = static_cast<int>(i64(p.steps) * (chunk + 1) / p.chunks);
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);  // known to be the same in a warp
     if (warp >= MULTIPLIERS / 32) {
-        give_registers<40>();
+        Registers::give();
         if (warp == MULTIPLIERS / 32) fill(shared, full, empty, maps, row, column, first, last);
     } else {
-        take_registers<232>();
+        Registers::take();
         float sum[TILE_N / 2];
         accumulate(sum, shared, full, empty, warp / 4, last - first);
         warpgroups_sync<MULTIPLIERS>(1);  // the stages are no longer read

@@ -46,6 +46,7 @@ struct Problem {
 constexpr int SIDE = 64, BLOCKS = 4, FEATURES = BLOCKS * SIDE, STAGES = 4;
 constexpr int WIDTH = 128, HALVES = FEATURES / WIDTH;  // 256 at once take more registers than 640 threads begin with
 constexpr int FETCHERS = STAGES * BLOCKS, THREADS = 128 + 32 * FETCHERS;
+using Registers = RegisterShares<32 * FETCHERS, 72, 128, 184>;
 constexpr int TILE = SIDE * 128, STAGE = (BLOCKS + 1) * TILE;  // x behind the tiles
 constexpr int ROUNDS = 4, CHUNK = 32 * ROUNDS;                 // words of four elements that a warp holds
 
@@ -256,10 +257,10 @@ csb_skinny_hopper_kernel(const int* __restrict__ indptr, const u16* __restrict__
     await_predecessor();
     __syncthreads();
     if (threadIdx.x >= 128) {
-        give_registers<72>();
+        Registers::give();
         expand(indptr, indices, values, x, p, stages, full, empty);
     } else {
-        take_registers<184>();
+        Registers::take();
         multiply_units(partials, p, stages, full, empty);
     }
 }

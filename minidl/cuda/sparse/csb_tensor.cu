@@ -44,6 +44,7 @@ constexpr int INSTRUCTIONS = DTYPE ? 1 : 2;      // for 16 summed features
 constexpr int HALF_BYTES = DTYPE ? 32 : 64;      // of a row of a tile, 16 summed features
 constexpr int W_BYTES = (DTYPE ? 1 : 2) * ROWS * DEPTH * 4, RESTS = DTYPE ? 2 * HALF_BYTES : W_BYTES / 2, STAGE = W_BYTES + SAMPLES * DEPTH * 4;
 constexpr int FETCHERS = 128, THREADS = 3 * FETCHERS;
+using Registers = RegisterShares<FETCHERS, 40, 2 * FETCHERS, 232>;
 
 // Where the float4 that begins at a sample and a summed feature of the stage lies: rows of 128 bytes, chunks swizzled
 // so that eight lanes which read fragments meet different banks. Features first: 32 samples of a warp make a tile.
@@ -207,7 +208,7 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
     __syncthreads();
     Ring<STAGES> ring;
     if (threadIdx.x < FETCHERS) {
-        give_registers<40>();
+        Registers::give();
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             const i64 sample = i64(tile / p.tiles_down) * SAMPLES;
             const unsigned char* from = tiles + i64(tile % p.tiles_down) * p.steps * W_BYTES;
@@ -224,7 +225,7 @@ csb_tensor_kernel(const unsigned char* __restrict__ tiles, const float* __restri
             }
         }
     } else {
-        take_registers<232>();
+        Registers::take();
         const int lane = threadIdx.x % 32;
         for (int tile = blockIdx.x; tile < p.tiles; tile += gridDim.x) {
             float sum[2][64];
