@@ -181,7 +181,7 @@ def test_partial_sums_hold_little_more_than_the_gradient():
             continue
         held = -(-filters // 16) * kernel**2 * -(-channels // 16) * 256
         one = filters <= 64 and channels <= 64 and not tf32  # tile of rows, span of channels
-        assert planned.summed.values <= (1.3 if one else 3) * planned.parts * held, conv
+        assert planned.values <= (1.3 if one else 3) * planned.parts * held, conv
 
 
 def test_the_family_is_the_one_that_measured_fastest():

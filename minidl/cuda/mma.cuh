@@ -80,9 +80,9 @@ DEVICE u32 round_to_tf32(u32 bits) {
     return rounded;
 }
 
-// Splits float32 in two, as three products of TF32 want them: in `words` what TF32 holds, to nearest, and in `rest` what
-// is left, of which the units ignore the last bit. The rounding may carry: a NaN that it turns into a zero is one in
-// what is left.
+// Splits float32 in two, as three products of TF32 want them: in `words` what TF32 holds, to nearest, and in `rest`
+// what is left, of which the units ignore the last bit. The rounding may carry: a NaN that it turns into a zero is one
+// in what is left.
 template <int COUNT>
 DEVICE void split_to_tf32(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
 #pragma unroll

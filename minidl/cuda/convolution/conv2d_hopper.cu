@@ -384,7 +384,7 @@ DEVICE void init_barriers(const Layout& at) {
 }
 
 #if DIVIDED
-#include "conv2d_divided.cuh"
+#include "conv2d_hopper_divided.cuh"
 #else
 #if CUT > 1
 #define CLUSTERED __cluster_dims__(CUT)

@@ -16,9 +16,9 @@
 // flight: four, going wide two, for which three blocks or four fit on a multiprocessor (on an H200 16-96 at 112x112
 // pixels 53.8 us, so 58.6; to few, 57.4 for 55.3). For lane = 4g + t these are the fragments of a product whose depth
 // counts channels in another order than memory: words 0 and 1 of a thread are words t and t + 4 of one product, words 2
-// and 3 those of the next, and the filters in shared memory are laid out alike. Going wide it is the columns whose order
-// is chosen: those of four products that a thread holds are eight neighbours. In the same way a thread has RUN neighbours
-// of the FEW. Rows of the few are gathered in shared memory, where a warp's lie as they will in memory.
+// and 3 those of the next, and the filters in shared memory are laid out alike. Going wide it is the columns whose
+// order is chosen: those of four products that a thread holds are eight neighbours. In the same way a thread has RUN
+// neighbours of the FEW. Rows of the few are gathered in shared memory, where a warp's lie as they will in memory.
 //
 // A block goes through `share` times ROWS rows: what a thread needs next is on its way while it multiplies and stores.
 //

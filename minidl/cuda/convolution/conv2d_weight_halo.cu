@@ -137,7 +137,8 @@ constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps th
 // A warp: normalises every third stage of x, the points that lie in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int lane = threadIdx.x % 32, steps = work.last - work.first;
-    Pixel lower(work.first * POINTS + lane, p.grid_h, p.grid_w), upper(work.first * POINTS + 32 + lane, p.grid_h, p.grid_w);
+    Pixel lower(work.first * POINTS + lane, p.grid_h, p.grid_w);
+    Pixel upper(work.first * POINTS + 32 + lane, p.grid_h, p.grid_w);
     const auto inside = [&](const Pixel& point) {
         return __ballot_sync(0xffffffffu, point.image < p.images && u32(point.y - p.padding_h) < u32(p.height) &&
                                               u32(point.x - p.padding_w) < u32(p.width));

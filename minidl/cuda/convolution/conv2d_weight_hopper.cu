@@ -22,13 +22,14 @@
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
-// NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_hopper_input.cuh).
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers
+// (conv2d_weight_hopper_input.cuh).
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
-// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
-// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS,
-// whether the L2 cache cannot hold the gradient.
+// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x
+// WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that
+// add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS, whether the L2
+// cache cannot hold the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with
@@ -187,7 +188,8 @@ struct Copied {
     Pixel pixel;  // the first of the first stage
 
     __device__ __forceinline__ Copied() {}
-    __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixel(work.first * SPAN, p.out_height, p.out_width) {
+    __device__ __forceinline__ Copied(const Problem& p, const Work& work)
+        : pixel(work.first * SPAN, p.out_height, p.out_width) {
         const int lane = threadIdx.x % 32;
         const Columns columns(p, work.block + lane - ROW_BLOCKS);
         // What is read of the next group is not written.

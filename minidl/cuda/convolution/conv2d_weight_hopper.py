@@ -15,7 +15,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
-from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
 from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo, halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import (
     TILES,
@@ -86,23 +86,14 @@ _PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**15, 512, 32
 
 
-class Summed(NamedTuple):
-    """A launch of conv2d_weight_sum.cu that adds up ``values`` float32 of partial sums."""
-
-    values: int
-    grid: tuple[int, int, int]
-    block: int
-    problem: np.ndarray
-    defines: dict[str, int]
-
-
 class Planned(NamedTuple):
     """A launch of ``<stem>_kernel``.
 
     Attributes:
         views: of dy and x.
         parts: into how many sums the pixels are divided.
-        summed: who adds them up, if there are several.
+        values: float32 that these take, if there are several; else 0.
+        summed: the launch of conv2d_weight_sum.cu that adds them up; None: there is one.
     """
 
     stem: str
@@ -113,7 +104,8 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     parts: int
-    summed: Summed | None
+    values: int
+    summed: Launched | None
 
 
 def backward_weight(
@@ -142,18 +134,14 @@ def backward_weight(
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
     forced = taken(choice, conv, normalized, tf32)
     planned = plan(conv, code, pitches, accumulate, forced, normalized, tf32)
-    summed = planned.summed
-    partials = empty(summed.values, float32) if summed else None
+    partials = empty(planned.values, float32) if planned.summed else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
         TensorMaps(planned.views, (dy, x)), out, partials, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    if summed:
-        launch(
-            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, summed.block, partials, out, summed.problem,
-            defines=summed.defines,
-        )  # fmt: skip
+    if planned.summed:
+        planned.summed.start(partials, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -234,10 +222,10 @@ def plan(
     sizes = {"rows": rows, "channels": channels, "columns": taps * channels, "spans": spans, "blocks": taps * spans}
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
     sizes |= {"steps": steps} | lots
-    summed = _sum(tile, held, code, conv.groups, **sizes) if division.parts > 1 else None
+    values, summed = _sum(tile, held, code, conv.groups, **sizes) if division.parts > 1 else (0, None)
     blocks = lots["lots"] * division.chunks
     threads = tile.threads + (32 if defines.get("BORDER") and tile.resident > 1 else 0)  # else there are idle warps
-    return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, summed)
+    return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, values, summed)
 
 
 def _passing(conv: Convolution, code: int) -> int:
@@ -266,8 +254,8 @@ def _held(tile: WeightTile | HaloTile, rows: int, channels: int, span: int) -> _
     return _Held(min(tile.size[0], round_up(rows, _PATCH[0])), tile.size[1] // span * held, held)
 
 
-def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **sizes: int) -> Summed:
-    """Who adds up the partial sums. ``sizes``: fields of the problem."""
+def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **sizes: int) -> tuple[int, Launched]:
+    """Values of the partial sums, and the launch that adds them up. ``sizes``: fields of its problem."""
     lots, shared, parts = (sizes[name] for name in ("lots", "shared", "parts"))
     halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
     down, across, wide = held.rows // _PATCH[0], held.columns // (2 * _PATCH[1]), tile.size[1] // span
@@ -287,7 +275,8 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **siz
     assert max(grid[1:]) < 2**16, grid
     defines = {"DTYPE": code, "LINES": lines, "WARPS": warps, "SPLIT": split}
     values = lots * (parts + shared - 1) * held.rows * held.columns
-    return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
+    name, problem = "conv2d_weight_sum", argument(_SUM, **fields, **sizes)
+    return values, Launched(name, f"{name}_kernel", grid, 32 * warps * split, problem, defines, 0)
 
 
 def _flat(conv: Convolution) -> bool:

@@ -14,8 +14,8 @@
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to         float32
 //
 // Macros: DTYPE, STAGES, SIDE, FEATURES_LAST; VEC_DY, VEC_X: elements per access, at most 16 bytes.
-// Grid: tiles of TILE x TILE, of columns (fastest), of rows, chunks. Dynamic shared memory: STAGES * 128 * 2 * TILE bytes,
-// at least 4 * TILE * TILE.
+// Grid: tiles of TILE x TILE, of columns (fastest), of rows, chunks. Dynamic shared memory: STAGES * 128 * 2 * TILE
+// bytes, at least 4 * TILE * TILE.
 // FLOP: 2 * rows * columns * samples of the tiles that hold elements: dense work, on tensor cores for 16-bit types.
 // Bytes: dy once per column tile, x once per row tile (from L2), indices, 4 * chunks * nnz twice.
 #define TF32 0  // float32 is multiplied as it is
