@@ -72,10 +72,17 @@ class Units(NamedTuple):
 
 def applies(conv: Convolution, code: int, backward: bool) -> bool:
     """Whether the kernel does this: 16-bit types, several groups of several channels, no dilation, filters that fit."""
+    return _suits(conv, code) and _units(conv, backward) is not None
+
+
+def applies_to_weight(conv: Convolution, code: int) -> bool:
+    """As `applies`, to the weight gradient."""
+    return _suits(conv, code) and _sets(conv) is not None
+
+
+def _suits(conv: Convolution, code: int) -> bool:
     undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
-    return (
-        code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _units(conv, backward) is not None
-    )
+    return code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated
 
 
 def pays(conv: Convolution, weight: bool, hopper: bool) -> bool:
@@ -254,12 +261,6 @@ def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, acc
     partials = empty((chunks, out.size), float32)
     planned.start(dy, x, partials)
     sum_partials(partials, chunks, out, accumulate)
-
-
-def applies_to_weight(conv: Convolution, code: int) -> bool:
-    """As `applies`, to the weight gradient."""
-    undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
-    return code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _sets(conv) is not None
 
 
 def _weight_vectors(conv: Convolution, sets: Sets) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
+from minidl.cuda.convolution.conv2d_walk import is_flat
 from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo, halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import (
     TILES,
@@ -214,7 +215,7 @@ def plan(
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
         at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
-        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
+        defines |= {"FLAT": int(is_flat(conv)), "TURNS": int(division.tiles > 1)}
         fields["once"] = _passing(conv, code) if at_once else 0
         defines["OVERFLOWS"] = int(overflows(conv))
         defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
@@ -234,7 +235,7 @@ def _passing(conv: Convolution, code: int) -> int:
     bits, 1x1).
     """
     dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
-    return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2
+    return 3 if not code or not is_flat(conv) or dy + x < _MANY else 1 if dy > x else 2
 
 
 class _Held(NamedTuple):
@@ -279,11 +280,6 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **siz
     return values, Launched(name, f"{name}_kernel", grid, 32 * warps * split, problem, defines, 0)
 
 
-def _flat(conv: Convolution) -> bool:
-    """Pixels of x and dy are the same."""
-    return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
-
-
 def _reaches_out(conv: Convolution) -> bool:
     """Whether a tap may lie outside of an image, or pixels of a stage behind the last."""
     x, y = (conv.height, conv.width), (conv.out_height, conv.out_width)
@@ -313,7 +309,7 @@ def _source(conv: Convolution, code: int, pitch: int) -> View:
     """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
     itemsize, span = _box(code)
     pixel = pitch * itemsize
-    if _flat(conv):
+    if is_flat(conv):
         return View(code, (conv.channels, conv.pixels), (pixel,), (span, span))
     first = tuple(-padding for padding in reversed(conv.padding))
     counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))
