@@ -1,7 +1,7 @@
 // Instructions of sm_90a as functions: barriers in shared memory (mbarrier), the copy engine (TMA), clusters, and loads
 // and stores of what these hand on; matrix products are in wgmma.cuh. Racecheck does not see the engine arrive, so it
-// is told that accesses of this file are in order (scripts/sanitize.py): kernels of other devices have their own
-// (mma.cuh).
+// is told that accesses of this file are in order (scripts/sanitize.py): kernels of other devices have their own, of
+// async_copies.cuh and mma.cuh.
 #pragma once
 #include "common.cuh"
 #include "shared_address.cuh"

@@ -1,12 +1,12 @@
-// Warp-level instructions of sm_80 and newer as functions: asynchronous copies from global to shared memory, matrix
-// loads from shared memory (ldmatrix) and matrix products (mma.sync) with float32 accumulation.
+// Warp-level instructions of sm_80 and newer as functions: matrix loads from shared memory (ldmatrix) and matrix products
+// (mma.sync) with float32 accumulation; what brings the operands there is in async_copies.cuh.
 //
 // Fragments, for lane = 4 * g + t (PTX ISA, "Matrix fragments for mma"); a word is two 16-bit values or one float32:
 //   a[4]  16 rows x 8 words: (g, t), (g + 8, t), (g, t + 4), (g + 8, t + 4)
 //   b[2]  8 words x 8 columns: (t, g), (t + 4, g)
 //   d[4]  16 rows x 8 columns: (g, 2t), (g, 2t + 1), (g + 8, 2t), (g + 8, 2t + 1)
 #pragma once
-#include "shared_address.cuh"
+#include "async_copies.cuh"
 
 #if DTYPE == 0
 #define MMA_WHOLE "m16n8k8.row.col.f32.tf32.tf32.f32"
@@ -18,45 +18,6 @@
 #define MMA_WHOLE "m16n8k16.row.col.f32.f16.f16.f32"
 #define MMA_HALF "m16n8k8.row.col.f32.f16.f16.f32"
 #endif
-
-// Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read and zeros are written instead.
-template <int BYTES>
-DEVICE void copy_async(u32 to, const void* global, bool valid) {
-    const int readable = valid ? BYTES : 0;
-    if constexpr (BYTES == 16) {
-        // .cg keeps streamed tiles out of L1.
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(global), "r"(readable)
-                     : "memory");
-    } else {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(global), "n"(BYTES), "r"(readable)
-                     : "memory");
-    }
-}
-
-// COUNT neighbouring values of the storage type. cp.async moves at least 4 bytes: a single 16-bit value goes through a
-// register instead, and is there when the function returns.
-template <int COUNT>
-DEVICE void copy_values(u32 to, const void* from, bool valid) {
-    constexpr int BYTES = COUNT * sizeof(T);
-    if constexpr (BYTES >= 4) {
-        copy_async<BYTES>(to, from, valid);
-    } else {
-        u16 bits = 0;
-        if (valid) bits = __ldg(static_cast<const u16*>(from));
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
-    }
-}
-
-// Closes the group of the copies started since the last call.
-DEVICE void commit_copies() {
-    asm volatile("cp.async.commit_group;" ::: "memory");
-}
-
-// Waits until at most PENDING groups of this thread are under way.
-template <int PENDING>
-DEVICE void await_copies() {
-    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
-}
 
 // Four 8x8 matrices of 16-bit values (or 8x4 of 32-bit words); lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(u32 (&words)[4], u32 row) {

@@ -69,7 +69,7 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
         for (int i = row; i < DOWN; i += STEP) {
             const bool valid = inside && i < rows;
             const int place = FEATURES_LAST ? x_offset(i, column) : x_offset(column, i);
-            copy_async<4 * VEC_X>(to + place, valid ? from : x, valid);
+            copy_to_stage<4 * VEC_X>(to + place, valid ? from : x, valid);
             from += STEP * p.x_pitch;
         }
     }

@@ -1,11 +1,12 @@
 // What the sparse products on Hopper need beside hopper.cuh: copies that complete on a barrier. Racecheck does not see
-// that they do, and is told of this file (scripts/sanitize.py); those of mma.cuh it sees.
+// that they do, and is told of this file (scripts/sanitize.py); those of async_copies.cuh it sees.
 #pragma once
+#include "async_copies.cuh"
 #include "hopper.cuh"
 
-// Starts the copy of BYTES (4, 8 or 16) bytes; an invalid source is not read, wherever it points, and zeros are written.
+// As copy_async; an invalid source is not read, wherever it points.
 template <int BYTES>
-DEVICE void copy_async(u32 to, const void* from, bool valid) {
+DEVICE void copy_to_stage(u32 to, const void* from, bool valid) {
     const int readable = valid ? BYTES : 0;
     if constexpr (BYTES == 16)
         asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(readable)
@@ -14,13 +15,6 @@ DEVICE void copy_async(u32 to, const void* from, bool valid) {
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2, %3;" ::"r"(to), "l"(from), "n"(BYTES), "r"(readable)
                      : "memory");
 }
-
-// Closes the group of the copies started since the last call.
-DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-
-// Waits until at most PENDING groups of this thread's copies are under way.
-template <int PENDING>
-DEVICE void await_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }
 
 // Copies neighbouring bytes, a multiple of 16, all aligned to as much.
 DEVICE void copy_bulk(u32 to, const void* from, u32 bytes, u32 barrier) {
