@@ -9,6 +9,7 @@ import pytest
 
 from minidl.cuda.convolution import conv2d_divided
 from minidl.cuda.convolution.conv2d_family import Choice, kernel
+from minidl.cuda.convolution.conv2d_hopper_tiles import quickest
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
@@ -37,7 +38,7 @@ CASES = [
 ]  # fmt: skip
 SPLITS = [
     ("128x64x4*2", 8), ("128x256x4", 2), ("256x128x4", 4), ("128x192x4", 1), ("128x128x5", 8), ("192x128x4", 2),
-    ("64x64x12", 2), ("64x64x12", 8), ("64x64x6*2", 4),
+    ("64x64x6*2", 2), ("64x64x6*2", 8), ("64x64x6*2", 4),
 ]  # fmt: skip
 STORAGE = pytest.mark.parametrize(
     ("storage", "tf32"), [(bfloat16, 0), (float16, 0), (float32, 1)], ids=["bf16", "fp16", "tf32"]
@@ -63,8 +64,9 @@ def test_few_rows_are_divided():
     assert _kernels(_case(64, 25088, 4096)) == _kernels(_case(64, 4096, 1000)) == divided
     assert _kernels(_case(64, 4096, 1000), device="H100") == divided
     assert _kernels(_case(64, 25088, 4096), float32, tf32=1) == divided
-    assert _kernels(_case(64, 64, 4096), bias=None, relu=True) == divided
-    for whole in (_case(4000, 25088, 4096), Case("map", (64, 2, 1, 4096), (1000, 1, 1))):
+    assert _kernels(_case(64, 4096, 1000), bias=None, relu=True) == divided
+    shallow, many = _case(64, 64, 4096), _case(4000, 25088, 4096)
+    for whole in (shallow, many, Case("map", (64, 2, 1, 4096), (1000, 1, 1))):
         assert divided[0] not in _kernels(whole), whole.name
     assert divided[0] not in _kernels(_case(64, 25088, 4096), device="A100")
     masked = _kernels(_case(64, 1000, 4096), passes=2)
@@ -88,7 +90,7 @@ def test_all_multiprocessors_fetch_where_there_is_enough(case):
     """Nearly half of them at least, by tiles or by shares of their depth."""
     conv = plan_of(case)
     for backward in (False, True):
-        tile, parts = conv2d_divided.divided(None, conv, backward, 1)
+        tile, parts = conv2d_divided.divided(None, conv, backward, 1) or (quickest(conv, backward, 1)[0], 1)
         depth, columns = (conv.out_channels, conv.channels)[:: -1 if not backward else 1]
         if depth * columns >= 2**21:
             assert parts * -(-columns // tile.columns) * -(-conv.images // tile.rows) >= 64

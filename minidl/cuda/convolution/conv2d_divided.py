@@ -12,24 +12,26 @@ import math
 from typing import NamedTuple
 
 from minidl.cuda.convolution.conv2d_family import Choice
-from minidl.cuda.convolution.conv2d_hopper_tiles import SMALL, TILES, HopperTile
+from minidl.cuda.convolution.conv2d_hopper_tiles import SMALL, START, TILES, HopperTile, quickest
 from minidl.cuda.convolution.conv2d_plan import Convolution
 from minidl.cuda.convolution.conv2d_walk import STAGE_ROW, columns_of, depth_of, is_flat, itemsize_of
-from minidl.shapes import ceil_div
+from minidl.shapes import ceil_div, round_up
 
 PARTS = 1, 2, 4, 8  # blocks of a cluster
 MOST_ROWS = 256
 # Multiprocessors that clusters of so many blocks reach, as those of a cluster are of one group (seen on an H200).
 # Constants, so that sums are cut alike on every device.
 _REACHED = {1: 132, 2: 132, 4: 112, 8: 80}
-# Microseconds: of a stage on its way from memory; bytes of filters that come from there in one; to add up the sums of
-# two blocks, for each time that their number doubles. Fitted to 245 times of 22 products on an H200, of which the
-# chosen ones are 0.5 % behind the fastest. Without gain in it: what a multiprocessor fetches, and of that from memory
-# alone; a block behind another one. A tile of 64x64 with twelve stages is 2 to 4 % faster at 4096-4096 and 25088-4096
-# with 64 rows, but in this model it is taken where it is up to a half slower.
-_LATENCY, _READ, _COMBINED = 1.6, 3.5e6, 0.85
-# Tried in place of this: the narrowest tile whose blocks have a multiprocessor each, in as many parts as fit. On an
-# H200 up to 8 % faster with some thousand filters and channels, but 68 us for 59 at 25088-4096 with 64 rows.
+# Microseconds: of a launch; until what a stage fetches begins to come; for a value of a tile that is added up and one
+# that is written. Bytes per microsecond that come from memory, that a multiprocessor fetches, and at which filters are
+# read by tiles that have all of their depth. How much of a tile's own rest remains here. Fitted to 1700 times of 49
+# products of up to 256 rows on an H200 (40 of them in bfloat16): on those that a fit leaves out the choice is 2.2 %
+# behind the fastest on average.
+_START, _LATENCY, _ADDED, _WRITTEN = 2.6, 0.95, 6.7e-5, 3.0e-4
+_READ, _FETCHED, _READ_WHOLE, _REST = 4.9e6, 1.5e5, 3.25e6, 0.45
+# Measured on the same products, left out: tiles of 64x64 with twelve stages and of 128x64 with eight, a block to a
+# multiprocessor. With them the fastest of all is 0.8 % faster on average (128 rows of 9216-4096: 12 %), but this model
+# does not tell where.
 
 
 class Division(NamedTuple):
@@ -59,8 +61,23 @@ def _choice(one: Division) -> Choice:
 
 @functools.lru_cache(maxsize=1024)
 def _choose(conv: Convolution, backward: bool, code: int) -> Division | None:
+    """The fastest by the model of time, unless tiles that have all of their depth should be faster.
+
+    Those of a data gradient of float32 need filters that have been turned: they are not asked.
+    """
     found = _candidates(conv, backward, code)
-    return min(found, key=lambda one: _microseconds(conv, backward, code, one), default=None)
+    if not found:
+        return None
+    times = {one: _microseconds(conv, backward, code, one) for one in found}
+    best = min(found, key=times.__getitem__)
+    turned = backward and not code
+    return best if turned or times[best] <= _whole_microseconds(conv, backward, code) else None
+
+
+def _whole_microseconds(conv: Convolution, backward: bool, code: int) -> float:
+    """Of tiles of conv2d_hopper_kernel: as they are estimated for any convolution, or as filters come from memory."""
+    filters = itemsize_of(code) * conv.channels * conv.out_channels
+    return max(quickest(conv, backward, code)[1], START + filters / _READ_WHOLE)
 
 
 def _stages(conv: Convolution, backward: bool, code: int) -> int:
@@ -76,12 +93,21 @@ def _candidates(conv: Convolution, backward: bool, code: int) -> list[Division]:
 
 
 def _microseconds(conv: Convolution, backward: bool, code: int, one: Division) -> float:
-    tile, down = one.tile, ceil_div(conv.images, one.tile.rows)
-    tiles = down * ceil_div(columns_of(conv, backward), tile.columns) * one.parts
-    most = _REACHED[one.parts]
-    used, rounds = min(tiles, most), ceil_div(tiles, most * tile.resident)
-    beside = min(tiles, most * tile.resident) / used  # blocks of a multiprocessor
-    read = STAGE_ROW * tile.columns * beside * used / down / _READ
-    stage = max(tile.step * beside, _LATENCY / tile.stages, read)
-    time = rounds * (ceil_div(_stages(conv, backward, code), one.parts) * stage + tile.rest)
-    return time + _COMBINED * math.log2(one.parts)
+    """Of conv2d_divided_kernel.
+
+    A stage takes as long as its bytes, which come to all blocks at the rate of memory and to one at that of its
+    multiprocessor, and as its share of the time in which those of a pipeline are on their way.
+    """
+    tile, parts = one
+    columns, rows = columns_of(conv, backward), min(tile.rows, round_up(conv.images, 8))
+    down = ceil_div(conv.images, tile.rows)
+    blocks = down * ceil_div(columns, tile.columns) * parts
+    reached = _REACHED[parts]
+    rounds = ceil_div(blocks, reached * tile.resident)
+    beside = min(ceil_div(blocks, reached), tile.resident)  # blocks of a multiprocessor, where there are most
+    fetched = STAGE_ROW * (rows + min(tile.columns, columns)) * beside / _FETCHED
+    read = STAGE_ROW * tile.columns * min(blocks, reached * tile.resident) / down / _READ
+    stage = math.hypot(read, fetched, (_LATENCY + fetched) / tile.stages)
+    values = tile.columns * (tile.rows * (parts - 1) * _ADDED + min(tile.rows, conv.images) * _WRITTEN) / parts
+    steps = ceil_div(_stages(conv, backward, code), parts)
+    return _START + rounds * (steps * stage + _REST * tile.rest + beside * values)
