@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pages.files import print_tables
 from pages.ranks import all_reduces
 
+from benchmarks.device import wait
 from minidl import checks, dist, launch
 from minidl.cuda import all_reduce as kernels
 from minidl.cuda.capture import Room
@@ -146,9 +147,7 @@ def host_us(comm: NCCLCommunicator, arena: Any, torch: bool) -> dict[str, float]
 
 
 def _start_us(comm: NCCLCommunicator, start: Callable[[], Any]) -> float:
-    import cupy
-
-    cupy.cuda.Device().synchronize()
+    wait("cuda")
     comm.barrier()
     started = time.perf_counter()
     works = [start() for _ in range(HOST_CALLS)]

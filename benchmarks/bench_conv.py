@@ -31,18 +31,18 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.conv_layers import NETWORKS, Layer
+from benchmarks.device import clean
 from minidl import backend, cuda
 from minidl.cpu import _conv2d
-from minidl.cuda import nvrtc
-from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
+from minidl.cuda import ahead
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.cost import PASSES
 from minidl.profile.device_ceilings import copy_bandwidth
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import Budget, DeviceTimer, HostTimer, Timing, input_sets
+from minidl.torch_bridge import borrow, lend
 
-PASSES = ("forward", "backward_data", "backward_weight")
 SAME = "cublas to float32"  # where there is this peer, it alone does the same work
 SAMPLE_MS = 20.0  # a sample on the CPU lasts so long at least
 CHECKED = 10**10  # FLOP in float64 that check an output
@@ -93,13 +93,7 @@ class Arrays:
 
     def array(self, tensor: Any) -> Any:
         """Our array of a tensor's memory."""
-        dtype = self.precision.dtype
-        bits = tensor.view({2: _torch().int16, 4: _torch().int32}[dtype.itemsize])
-        if self.ops.name == "cpu":
-            return bits.numpy().view(dtype)
-        import cupy
-
-        return cupy.from_dlpack(bits).view(dtype)
+        return borrow(_torch(), self.ops, tensor)
 
     def ours(self, which: str) -> list[Callable[[], Any]]:
         sets = [tuple(map(self.array, arrays)) for arrays in zip(self.x, self.dy, self.ws, strict=True)]
@@ -145,10 +139,8 @@ class Arrays:
         cudnn.benchmark = False  # trying kernels out for one call takes longer than the call
         expected = self._by_peer(which, *(_nchw(one).double() for one in operands)).permute(0, 2, 3, 1)
         cudnn.benchmark, largest = tried, expected.abs().max()
-        kind = torch.float32 if ours.dtype == float32 else self.w.dtype
-        mine = torch.from_dlpack(ours.view({2: np.int16, 4: np.int32}[ours.dtype.itemsize])).view(kind)
         part = filters if weight else images
-        found = (one[part].double() for one in (mine, peer.permute(0, 2, 3, 1)))
+        found = (one[part].double() for one in (lend(torch, ours), peer.permute(0, 2, 3, 1)))
         return tuple(float((one - expected).abs().max() / largest) for one in found)
 
 
@@ -171,13 +163,14 @@ def _call(ops: Any, layer: Layer, precision: Precision, which: str, x: Any, dy: 
 
 def compile_ahead(layers: list[Layer], names: list[str], wanted: list[str]) -> None:
     """All of our kernels that will run on a GPU, by several processes."""
-    device = current_device()
-    with dry_run(device) as log:
+
+    def walk() -> None:
         for layer, name in itertools.product(layers, names):
             arrays = [cuda.empty(shape, PRECISIONS[name].dtype) for shape in layer.shapes]
             for which in passes_of(layer, wanted):
                 _call(cuda, layer, PRECISIONS[name], which, *arrays)()
-    nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+
+    ahead.compile_ahead(walk)
 
 
 def _torch() -> Any:
@@ -194,8 +187,6 @@ def _measure(
     layer: Layer, name: str, wanted: list[str], bandwidth: float, cache: int, samples: int
 ) -> list[dict[str, Any]]:
     """On the GPU."""
-    import cupy
-
     from minidl.bench.torch_calls import time_calls
 
     precision = PRECISIONS[name]
@@ -215,8 +206,7 @@ def _measure(
         floor = floor_ms(layer, precision, bandwidth)
         rows.append(row_of(layer, name, which, errors, mine, theirs) | {"floor_ms": floor})
         del ours, peer, peers
-        cupy.get_default_memory_pool().free_all_blocks()
-        _torch().cuda.empty_cache()
+        clean("cuda")
     return rows
 
 

@@ -18,11 +18,13 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.bench_conv import PASSES, PRECISIONS, Arrays, checked, compile_ahead, passes_of, row_of
+from benchmarks.bench_conv import PRECISIONS, Arrays, checked, compile_ahead, passes_of, row_of
 from benchmarks.beside import Run, Traffic
 from benchmarks.conv_layers import NETWORKS, Layer
+from benchmarks.device import clean
 from minidl import dist
 from minidl.cuda.device import current_device
+from minidl.profile.cost import PASSES
 from minidl.profile.results import machine_record, result, write
 from minidl.profile.tables import show
 from minidl.profile.timing import DeviceTimer, input_sets
@@ -47,8 +49,7 @@ def _measure(layer: Layer, name: str, wanted: list[str], traffic: Traffic, sampl
         row |= {"alone_ms": alone[0].ms, "peers_alone": {"cudnn": alone[1].ms}, "message_bytes": traffic.nbytes}
         yield row | {"alone_spread": alone[0].spread, "peer_alone_spread": alone[1].spread}
         del ours, peer, launch, replay, theirs
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
+        clean("cuda")
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

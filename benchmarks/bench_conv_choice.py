@@ -33,10 +33,10 @@ from minidl.cuda.convolution.conv2d_family import Question
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_tuned import DTYPES, NOTHING, install
 from minidl.cuda.device import current_device
+from minidl.profile.cost import PASSES
 from minidl.profile.results import machine_record, result, write
 
 KINDS = ("any", "thin", "groups")
-PASSES = ("forward", "backward_data", "backward_weight")
 # As of --shape: layers of MobileNetV2, EfficientNet-B0, Inception-v3, ResNeXt, DenseNet and wide ResNets.
 OTHERS = """
 32,112,112,32,16,1      32,112,112,16,96,1      32,56,56,24,144,1       32,56,56,144,24,1       32,28,28,40,240,1

@@ -34,6 +34,7 @@ from pages.files import print_tables
 from pages.fusion import each_site, fused_convolutions, fused_pairs, fused_sites, fused_steps
 
 from benchmarks import bench_train
+from benchmarks.device import clean
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench import warm
@@ -269,7 +270,7 @@ def main() -> None:
     for part, case in [*wanted, *((part, "") for part in a.parts if part not in BY_CASE)]:
         print(f"{part} of {case or a.batch}", flush=True)
         rows += [{**row, "part": part} for row in PARTS[part](a, case)]
-        bench_train.clean("cuda")
+        clean("cuda")
         content = result("bench_fusion", rows)
         if a.json:
             write(a.json, content)

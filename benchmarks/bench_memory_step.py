@@ -39,14 +39,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pages.files import print_tables
 from pages.memory import held_gradients, limited_steps
 
-from benchmarks.bench_train import clean, data, used_bytes
+from benchmarks.bench_train import data
+from benchmarks.device import clean, row_ms, used_bytes, wait
 from minidl import dist, models
 from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
-from minidl.cuda import nvrtc
+from minidl.cuda import ahead
 from minidl.cuda.capture import Room
-from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
 from minidl.fusion import fuse
 from minidl.memory import Infeasible, limit_memory, problem
 from minidl.memory.plan import human
@@ -95,7 +94,7 @@ def graph(a: argparse.Namespace) -> Any:
 
 def empty() -> None:
     """Give back what nobody uses."""
-    _synchronize()
+    wait("cuda")
     clean("cuda")
 
 
@@ -108,10 +107,11 @@ def idle_bytes() -> int:
     return pool.total_bytes() - pool.used_bytes()
 
 
-def link_rate(count: int = 256 << 20) -> float:
+def link_rate() -> float:
     """Bytes/s each way, both at once."""
     import cupy
 
+    count = 256 << 20
     device, host = cupy.empty(2 * count, np.uint8), cupy.cuda.pinned_memory.PinnedMemory(2 * count)
     out, into = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
     copy, samples = cupy.cuda.runtime.memcpyAsync, []
@@ -126,25 +126,19 @@ def link_rate(count: int = 256 << 20) -> float:
     return count / sorted(samples)[1]
 
 
-def timed(step: Step, a: argparse.Namespace, wait: Callable[[], None]) -> Timing:
+def timed(step: Step, a: argparse.Namespace) -> Timing:
     """Of blocks of steps, on the slowest rank."""
-    return in_turn([step], a, wait)[0]
+    return in_turn([step], a)[0]
 
 
-def in_turn(steps: list[Step], a: argparse.Namespace, wait: Callable[[], None]) -> list[Timing]:
+def in_turn(steps: list[Step], a: argparse.Namespace) -> list[Timing]:
     """Of blocks of each, one after the other: the clock of a GPU at its power limit drifts for all alike."""
     samples: list[list[float]] = [[] for _ in steps]
     for step in steps:
         step()  # allocates, loads kernels
     for _ in range(a.blocks):
         for step, found in zip(steps, samples, strict=True):
-            wait()
-            a.comm.barrier()
-            begun = time.perf_counter()
-            for _ in range(a.steps):
-                step()
-            wait()
-            found.append(max(a.comm.share((time.perf_counter() - begun) / a.steps * 1e3)))
+            found.append(row_ms(a.comm, step, a.steps, "cuda"))
     return [Timing(tuple(found)) for found in samples]
 
 
@@ -215,12 +209,12 @@ def ours(
     empty()  # the graph is captured on another stream, with a pool of its own
     replay = step.capture()
     replay()
-    _synchronize()
+    wait("cuda")
     found["peak_bytes"] = max(used_bytes("cuda") - before, eager)
     if turns:
-        found["unlimited"], found["timing"] = in_turn([started(a, group=group).capture(), replay], a, _synchronize)
+        found["unlimited"], found["timing"] = in_turn([started(a, group=group).capture(), replay], a)
     else:
-        found["timing"] = timed(replay, a, _synchronize)
+        found["timing"] = timed(replay, a)
     if limit is None:
         found["forward_ms"] = forward_ms(a, step)
         found["state"] = step.model.state_dict()
@@ -239,19 +233,13 @@ def gradient_costs(a: argparse.Namespace, step: TrainingStep) -> dict[str, int]:
     }
 
 
-def _synchronize() -> None:
-    import cupy
-
-    cupy.cuda.Device().synchronize()
-
-
 def forward_ms(a: argparse.Namespace, step: TrainingStep) -> float:
     """The forward half of the step, loss included, as a graph of its own."""
 
     def half() -> Any:
         return step.loss.forward(step.model.forward(step.x), step.labels)
 
-    return timed(Room().capture(half)[0], a, _synchronize).ms
+    return timed(Room().capture(half)[0], a).ms
 
 
 # -- PyTorch ----------------------------------------------------------------------------------------------------------
@@ -270,10 +258,10 @@ def theirs(a: argparse.Namespace, arm: str, state: dict[str, np.ndarray], runs: 
         options = {"search": False, "within": partial(torch.autograd.graph.save_on_cpu, pin_memory=True)}
     step = torch_steps.step_of(setup, "torch-eager", state, data(setup), **options)
     if on_host:  # a step takes long, the first one, which pins the memory, longest
-        timing = timed(told(step), argparse.Namespace(blocks=2, steps=1, comm=a.comm), torch.cuda.synchronize)
+        timing = timed(told(step), argparse.Namespace(blocks=2, steps=1, comm=a.comm))
     else:
         step()  # another one: the search among kernels goes on in it
-        timing = timed(step, a, torch.cuda.synchronize)
+        timing = timed(step, a)
     allocated = torch.cuda.max_memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     return {"timing": timing, "peak_bytes": used_bytes("cuda") - before, "allocated_bytes": allocated}
@@ -327,17 +315,18 @@ class Checkpointed:
 
 def compile_ahead(a: argparse.Namespace) -> None:
     """All kernels of the step at once, on all cores."""
-    device = current_device()
+
+    def walk() -> None:
+        plain = [(fusion, None) for fusion in (a.fusion, *a.free)]
+        for fusion, gradients in (*plain, *((a.fusion, way) for way in a.gradients)):
+            step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
+            fuse(step.model, fusion)
+            if gradients is not None:
+                GRADIENTS[gradients](step.optimizer)
+            step()
+
     if a.comm.local_rank == 0:
-        with dry_run(device) as log:
-            plain = [(fusion, None) for fusion in (a.fusion, *a.free)]
-            for fusion, gradients in (*plain, *((a.fusion, way) for way in a.gradients)):
-                step = TrainingStep(blank(graph(a)), batch=a.batch, device="cuda", precision=a.precision)
-                fuse(step.model, fusion)
-                if gradients is not None:
-                    GRADIENTS[gradients](step.optimizer)
-                step()
-        nvrtc.compile_all(log.variants, nvrtc.target(device.arch))
+        ahead.compile_ahead(walk)
     a.comm.barrier()
 
 

@@ -24,6 +24,7 @@ from operations.pooling import pooled_norms, pooling
 from operations.samples import within_samples
 from operations.updates import optimizer
 
+from benchmarks.device import clean
 from minidl import cuda as ops
 from minidl.cuda.device import current_device
 from minidl.cuda.launch import dry_run
@@ -73,18 +74,9 @@ def measure(case: Case, bandwidth: float, peers: bool) -> dict[str, Any]:
             row["peers"][name] = time_calls([make() for _ in range(sets)], BUDGET, "replayed", "cuda").ms
         except RuntimeError as error:  # a peer that cannot do this leaves a gap in its column, not in ours
             print(f"{case.name} {case.direction}: {name} failed: {str(error).splitlines()[0]}", file=sys.stderr)
-        release_memory()
-    release_memory()
+        clean("cuda")
+    clean("cuda")
     return row
-
-
-def release_memory() -> None:
-    """Give both libraries' cached memory back, so that one does not starve the other."""
-    import cupy
-
-    cupy.get_default_memory_pool().free_all_blocks()
-    if "torch" in sys.modules:
-        sys.modules["torch"].cuda.empty_cache()
 
 
 def has_torch() -> bool:

@@ -26,6 +26,7 @@ from pages.files import print_tables
 from pages.ranks import shared_layers
 
 import minidl as m
+from benchmarks.device import wait
 from minidl import dist, launch, models
 from minidl.bench.setup import device_of
 from minidl.cuda.capture import Room
@@ -169,22 +170,14 @@ def torch_step(case: Case) -> Callable[[], None] | None:
     return step
 
 
-def settle(device: str) -> None:
-    """Return when this rank's device has done everything, on all streams."""
-    if device == "cuda":
-        import cupy
-
-        cupy.cuda.Device().synchronize()
-
-
 def sample(comm: dist.Communicator, device: str, step: Callable[[], None] | None, calls: int) -> tuple[float, float]:
     """Milliseconds of a step on this rank, and of processor time in it; None: it only waits for the others."""
-    settle(device)
+    wait(device)
     comm.barrier()
     started, busy = time.perf_counter(), time.process_time()
     for _ in range(calls if step else 0):
         step()
-    settle(device)
+    wait(device)
     found = (time.perf_counter() - started) * 1e3 / calls, (time.process_time() - busy) * 1e3 / calls
     comm.barrier()
     return found

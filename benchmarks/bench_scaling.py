@@ -30,7 +30,6 @@ import math
 import random
 import statistics
 import sys
-import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
@@ -43,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pages.files import print_tables
 from pages.ranks import scaling, ways
 
-from benchmarks.bench_train import clean
+from benchmarks.device import clean, row_ms
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
 from minidl.bench.step import Replay, TrainingStep
@@ -222,27 +221,17 @@ def nothing() -> None:
     """Before a run of steps that need none of it."""
 
 
-def crossed(comm: Communicator, arm: Ready, silent: Ready, steps: int, settle: Callable[[], None]) -> tuple[float, ...]:
+def crossed(comm: Communicator, arm: Ready, silent: Ready, steps: int, device: str) -> tuple[float, ...]:
     """(with messages, without): milliseconds of a step on the slowest rank; a collective.
 
     In the order without, with, with, without: what drifts meanwhile, such as the clock of a GPU at its power limit,
     lengthens both alike. Before them steps that do not count, whatever ran last.
     """
-    times = [row_ms(comm, which, steps, settle) for which in (silent, silent, arm, arm, silent)]
+    times = []
+    for step, prepare in (silent, silent, arm, arm, silent):
+        prepare()
+        times.append(row_ms(comm, step, steps, device))
     return (times[2] + times[3]) / 2, (times[1] + times[4]) / 2
-
-
-def row_ms(comm: Communicator, ready: Ready, steps: int, settle: Callable[[], None]) -> float:
-    """Milliseconds of one of so many steps in a row, on the slowest rank; a collective."""
-    step, prepare = ready
-    prepare()
-    settle()
-    comm.barrier()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    settle()
-    return max(comm.share((time.perf_counter() - started) / steps * 1e3))
 
 
 def attempted(comm: Communicator, name: str, work: Callable[[], Any]) -> Any:
@@ -279,7 +268,7 @@ def peers_of(
     for name in a.peers:
         compiled, graphed = PEERS[name]
         if compiled not in peers:
-            make = partial(Peer, setup.graph(), ours.step, compiled=compiled, synchronised=ours.synchronised)
+            make = partial(Peer, setup, ours.step, compiled=compiled, synchronised=ours.synchronised)
             peers[compiled] = attempted(ours.comm, name, partial(started, make))
         if peers[compiled] is None:
             continue
@@ -300,17 +289,10 @@ def turns(
     a: argparse.Namespace, comm: Communicator, steps: Mapping[str, tuple[Ready, Ready]], device: str
 ) -> dict[str, list[tuple[float, ...]]]:
     """What `crossed` finds of each, block by block; a collective."""
-
-    def settle() -> None:
-        if device == "cuda":
-            import cupy
-
-            cupy.cuda.Device().synchronize()
-
     samples: dict[str, list[tuple[float, ...]]] = {name: [] for name in steps}
     for block in range(a.blocks + 1):
         for name in random.Random(block).sample(list(steps), len(steps)):  # nobody is always behind the same one
-            ms = crossed(comm, *steps[name], a.steps if block else 1, settle)
+            ms = crossed(comm, *steps[name], a.steps if block else 1, device)
             samples[name] += [ms] * bool(block)
     return samples
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from pages.files import print_tables
 from pages.sparse import shrunk
 
+from benchmarks.device import row_ms
 from minidl import checks
 from minidl.bench.setup import Setup, device_of
 from minidl.compile import CompiledStep
@@ -58,11 +59,7 @@ def arguments() -> argparse.Namespace:
 
 def cost(graph: Graph, batch: int, itemsize: int) -> PassCost:
     """Of the three passes of all layers."""
-    shapes, total = graph.shapes((batch, *graph.nodes[0].shape)), PassCost()
-    for node in graph.nodes[1:]:
-        found = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
-        total += found.forward + found.backward_data + found.backward_weight
-    return total
+    return sum((cost.total for _, cost in graph.costs(batch, itemsize)), PassCost())
 
 
 def smaller(setup: Setup, state: dict[str, np.ndarray], granularity: str, sparsity: float) -> tuple[str, Graph]:
@@ -79,34 +76,28 @@ def smaller(setup: Setup, state: dict[str, np.ndarray], granularity: str, sparsi
     return f"{name}, {len(replaced)} layers sparse", graph
 
 
-def step_of(model: Model, optimizer: SGD, batch: int, steps: int) -> Callable[[], None]:
-    """A call that takes some steps and waits for them."""
+def step_of(model: Model, optimizer: SGD, batch: int) -> Callable[[], Any]:
+    """A training step on one batch."""
     rng, ops = np.random.default_rng(0), model.ops
     x = rng.standard_normal((batch, *model.graph.nodes[0].shape)).astype(np.float32)
     labels = rng.integers(0, model.graph.output_node.shape[-1], (batch, *model.graph.output_node.shape[:-1]))
     arrays = ops.from_host(x.astype(model.precision.storage)), ops.from_host(labels.astype(np.int32))
     step = (CompiledStep if ops.name == "cuda" else EagerStep)(model, optimizer, SoftmaxCrossEntropy())
-
-    def run() -> None:
-        for _ in range(steps):
-            totals = step(*arrays)
-        totals.read()
-
-    return run
+    return partial(step, *arrays)
 
 
-def measured(calls: dict[str, Callable[[], None]], rounds: int, steps: int) -> Iterator[dict[str, list[float]]]:
+def measured(
+    calls: dict[str, Callable[[], Any]], rounds: int, steps: int, device: str
+) -> Iterator[dict[str, list[float]]]:
     """Milliseconds of a step, by arm, after each round from the second on; a round before the first compiles."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 1):
         for name, call in calls.items():
-            begin = time.perf_counter()
-            call()
-            took = time.perf_counter() - begin
+            ms = row_ms(SOLO, call, steps, device)
             if number:
-                times[name].append(1e3 * took / steps)
+                times[name].append(ms)
             else:
-                print(f"bench_shrink: {name}: first steps took {took:.1f} s", file=sys.stderr, flush=True)
+                print(f"bench_shrink: {name}: first steps took {steps * ms / 1e3:.1f} s", file=sys.stderr, flush=True)
         if number > 1:
             yield times
 
@@ -143,11 +134,11 @@ def main() -> None:
             name, graph = smaller(setup, state, granularity, sparsity)
             arms[name] = Model(graph, device=device, precision=a.precision), sparsity
     options = {"lr": 1e-9, "momentum": 0.9}
-    calls = {name: step_of(model, SGD(model, **options), a.batch, a.steps) for name, (model, _) in arms.items()}
+    calls = {name: step_of(model, SGD(model, **options), a.batch) for name, (model, _) in arms.items()}
     twin = Model(setup.graph(), device=device, precision=a.precision)
     pruning = PrunedSGD(twin, **options, pruning=Pruning(None, granularity="filter"))
-    calls["masked"] = step_of(twin, pruning, a.batch, a.steps)
-    for times in measured(calls, a.rounds, a.steps):
+    calls["masked"] = step_of(twin, pruning, a.batch)
+    for times in measured(calls, a.rounds, a.steps, device):
         statistic = f"median of {len(times['dense'])} interleaved rounds of {a.steps} steps"
         content = result("bench_shrink", rows_of(setup, arms, times, a.precision), statistic=statistic)
         if a.json:  # after each round: a run that is cut leaves those before

@@ -19,7 +19,6 @@ what the same call without it compiles, ours and torch.compile's, all cases at o
 from __future__ import annotations
 
 import argparse
-import gc
 import multiprocessing
 import sys
 import time
@@ -34,6 +33,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
+from benchmarks.device import clean, row_ms, used_bytes, wait
 from minidl import checks, models
 from minidl.bench import warm
 from minidl.bench.setup import Setup
@@ -94,27 +94,6 @@ def data(setup: Setup) -> tuple[np.ndarray, np.ndarray]:
     images = rng.standard_normal((setup.batch, setup.image, setup.image, 3), np.float32)
     shape = images.shape[:3] if setup.model == "unet" else images.shape[:1]
     return images, rng.integers(0, setup.num_classes, shape).astype(np.int32)
-
-
-def used_bytes(device: str) -> int:
-    """Device memory in use, as the driver says."""
-    if device != "cuda":
-        return 0
-    import cupy
-
-    free, total = cupy.cuda.runtime.memGetInfo()
-    return total - free
-
-
-def clean(device: str) -> None:
-    """Give back memory that nobody uses, on both sides."""
-    gc.collect()
-    if device == "cuda":
-        import cupy
-
-        cupy.get_default_memory_pool().free_all_blocks()
-        if "torch" in sys.modules:
-            sys.modules["torch"].cuda.empty_cache()
 
 
 class Ours:
@@ -185,29 +164,20 @@ def peer(setup: Setup, arm: str, state: dict[str, np.ndarray]) -> tuple[Step, li
     return step, losses, used_bytes(setup.device) - before
 
 
-def block_ms(step: Step, steps: int, wait: Callable[[], None]) -> float:
-    wait()
-    started = time.perf_counter()
-    for _ in range(steps):
-        step()
-    wait()
-    return (time.perf_counter() - started) / steps * 1e3
-
-
-def settle(step: Step, wait: Callable[[], None]) -> None:
+def settle(step: Step, device: str) -> None:
     """Run steps for a while."""
     until = time.perf_counter() + SETTLE_S
     while time.perf_counter() < until:
-        block_ms(step, 1, wait)
+        row_ms(m.dist.SOLO, step, 1, device)
 
 
-def host_ms(step: Step, wait: Callable[[], None]) -> float:
+def host_ms(step: Step, device: str) -> float:
     """Until a step that finds the device idle returns: what the host takes to start all of its work."""
-    wait()
+    wait(device)
     started = time.perf_counter()
     step()
     taken = time.perf_counter() - started
-    wait()
+    wait(device)
     return taken * 1e3
 
 
@@ -265,25 +235,20 @@ def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int
         check(name, losses[name], losses[names[0]], OTHER_MASKS if draws else ours.tolerance)
         arms[name] = step, lambda: None
 
-    def wait() -> None:
-        ours.model.ops.synchronize()
-        if setup.device == "cuda" and peers:
-            torch.cuda.synchronize()
-
     tell("all of them in turns")
     samples: dict[str, list[float]] = {arm: [] for arm in arms}
     hosts: dict[str, list[float]] = {arm: [] for arm in arms}
     for step, prepare in arms.values():
         prepare()
-        block_ms(step, CHECKED_STEPS, wait)
+        row_ms(m.dist.SOLO, step, CHECKED_STEPS, setup.device)
     orders = balanced(len(arms))
     for order in orders * -(-blocks // len(orders)):
         for arm in (list(arms)[i] for i in order):
             step, prepare = arms[arm]
             prepare()
-            settle(step, wait)
-            samples[arm].append(block_ms(step, steps, wait))
-            hosts[arm].append(host_ms(step, wait))
+            settle(step, setup.device)
+            samples[arm].append(row_ms(m.dist.SOLO, step, steps, setup.device))
+            hosts[arm].append(host_ms(step, setup.device))
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
     host = {arm: Timing(tuple(values)).ms for arm, values in hosts.items()}
     return [row(setup, name, timings, host, held, losses, peers) for name in names]

@@ -35,6 +35,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import minidl as m
+from benchmarks.device import wait
 from minidl import dist, models
 from minidl.bench.setup import device_of, join
 from minidl.cuda.capture import Room
@@ -183,22 +184,20 @@ class Chunks:
             for stream in self.streams:
                 room.stream.wait_event(stream.record())
 
-        self.cupy.cuda.Device().synchronize()
+        wait("cuda")
         return room.capture(branches)[0]
 
 
 def timed(comm: dist.Communicator, work: Forward, samples: int) -> tuple[Timing, Timing]:
     """(from start to the end of all streams' work, until the calls returned), on the slowest rank. A collective."""
-    import cupy
-
     whole, launched = [], []
     for i in range(WARM_UP + samples):
-        cupy.cuda.Device().synchronize()
+        wait("cuda")
         comm.barrier()
         started = time.perf_counter()
         work()
         returned = time.perf_counter()
-        cupy.cuda.Device().synchronize()
+        wait("cuda")
         if i >= WARM_UP:
             whole.append((time.perf_counter() - started) * 1e3)
             launched.append((returned - started) * 1e3)

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import numpy as np
-
+from benchmarks.device import clean
 from minidl.precision import bfloat16, float32
 from minidl.profile.timing import Budget, DeviceTimer, Timing, input_sets
 from minidl.sparse import CSBMatrix
+from minidl.torch_bridge import lend
 
 # (M, K, N): those of benchmarks/results' first measurements, ResNet-50's 1x1 layers at batch 256, a Transformer's.
 SHAPES = {
@@ -65,10 +65,7 @@ def _torch() -> Any:
 
 def _tensor(array: Any) -> Any:
     """The PyTorch tensor of a CuPy array's memory."""
-    torch = _torch()
-    if array.dtype == bfloat16:
-        return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
-    return torch.from_dlpack(array)
+    return lend(_torch(), array)
 
 
 def _pruned(m: int, k: int, sparsity: float) -> Any:
@@ -297,8 +294,6 @@ def convolution_rows(name: str, sparsity: float, budget: Budget) -> Iterator[Row
 
 def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str], short: bool = False) -> Iterator[Row]:
     """All rows; cuSPARSE takes part from 80 % on. ``short``: the anchors, and convolutions at 90 %."""
-    import cupy as cp
-
     torch = _torch()
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     cache, budget = DeviceTimer().cache_bytes, Budget(samples, seconds=math.inf, sample_ms=0.5 if short else 1.0)
@@ -312,8 +307,7 @@ def measure(only: str, sparsities: list[float], samples: int, dtypes: list[str],
                 case = Case(name, shape, sparsity, matrix, kind, cache)
                 yield from rows_of(case, budget, sparsity >= 0.8, sparsity == 0.9)
                 del case
-                cp.get_default_memory_pool().free_all_blocks()
-                torch.cuda.empty_cache()
+                clean("cuda")
     for name in CONVOLUTIONS if "fp32" in dtypes else ():
         for sparsity in [s for s in sparsities if only in name and (not short or s == 0.9)]:
             yield from convolution_rows(name, sparsity, budget)

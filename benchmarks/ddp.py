@@ -13,14 +13,13 @@ import torch
 from torch import distributed
 from torch.nn.parallel import DistributedDataParallel
 
-from minidl.bench.step import DECAY, LR, MOMENTUM, TrainingStep
+from benchmarks import torch_steps
+from minidl.bench.setup import Setup
+from minidl.bench.step import TrainingStep
 from minidl.bench.torch_calls import captured
-from minidl.bench.torch_twin import TorchGraph, from_nhwc
 from minidl.dist import Communicator
-from minidl.graph import Graph
 
 _FIRST_STEPS = 11  # in which DDP finds out the order of gradients, and asks events for times: no graph may hold that
-_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def join(comm: Communicator, device: str) -> None:
@@ -60,34 +59,31 @@ def _synchronised(network: torch.nn.Module) -> torch.nn.Module:
 
 
 class Peer:
-    """A training step of the same network: SGD with momentum in one kernel, autocast in 16-bit types, channels last.
+    """The training step of `torch_steps` on all ranks.
 
     Args:
-        graph: made for this.
         ours: whose weights and batch it takes, as they are.
         compiled: by ``torch.compile``.
         synchronised: batch norms take the statistics of all ranks.
     """
 
-    def __init__(self, graph: Graph, ours: TrainingStep, *, compiled: bool, synchronised: bool = False):
-        device = ours.ops.name
-        self._stream = torch.cuda.Stream() if device == "cuda" else None
+    def __init__(self, setup: Setup, ours: TrainingStep, *, compiled: bool, synchronised: bool = False):
+        self._stream = torch.cuda.Stream() if setup.device == "cuda" else None
         self._graphs = ExitStack()
-        network = TorchGraph(graph).load(ours.model.state_dict()).to(device)
-        if synchronised:
-            network = _synchronised(network)
-        options = {"device_ids": [torch.cuda.current_device()]} if device == "cuda" else {}
-        with self._aside():  # where its backward pass is to run, in a graph as well
-            self._parallel = DistributedDataParallel(
-                network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
-            )
-        self._run = torch.compile(self._parallel, dynamic=False) if compiled else self._parallel
-        self._optimizer = torch.optim.SGD(network.parameters(), LR, MOMENTUM, weight_decay=DECAY, fused=True)
-        self._device, self._half = device, _HALF.get(ours.model.precision.name)
+        options = {"device_ids": [torch.cuda.current_device()]} if setup.device == "cuda" else {}
+
+        def on_all_ranks(network: torch.nn.Module) -> Any:
+            network = _synchronised(network) if synchronised else network
+            with self._aside():  # where its backward pass is to run, in a graph as well
+                self._parallel = DistributedDataParallel(
+                    network, gradient_as_bucket_view=True, broadcast_buffers=False, **options
+                )
+            return torch.compile(self._parallel, dynamic=False) if compiled else self._parallel
+
         images, labels = (ours.ops.to_host(array) for array in (ours.x, ours.labels))
-        self._x = from_nhwc(images.astype(np.float32), device)
-        self._labels = torch.from_numpy(labels).long().to(device)
-        if device == "cuda":
+        state, batch = ours.model.state_dict(), (images.astype(np.float32), labels)
+        self._step = torch_steps.step_of(setup, "torch-eager", state, batch, run=on_all_ranks)
+        if setup.device == "cuda":
             torch.cuda.synchronize()
 
     def _aside(self) -> Any:
@@ -96,12 +92,7 @@ class Peer:
     def __call__(self) -> Any:
         """One step, started; the loss."""
         with self._aside():
-            self._optimizer.zero_grad(set_to_none=True)
-            with torch.autocast(self._device, dtype=self._half or torch.bfloat16, enabled=self._half is not None):
-                loss = torch.nn.functional.cross_entropy(self._run(self._x), self._labels)
-            loss.backward()
-            self._optimizer.step()
-            return loss.detach()
+            return self._step()
 
     def silent(self) -> Any:
         """The step without messages; the ranks' weights differ afterwards."""

@@ -25,13 +25,13 @@ import bench_conv
 import numpy as np
 from conv_layers import NETWORKS, Layer
 
+from benchmarks.device import clean
 from minidl import cuda as ops
 from minidl import fusion
 from minidl.bench.setup import Setup
-from minidl.cuda import nvrtc
+from minidl.cuda import ahead
 from minidl.cuda.convolution import conv2d
 from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
 from minidl.cuda.norm.signs import signs_shape
 from minidl.fusion.apply import machine_of
 from minidl.fusion.cost import heuristic
@@ -202,16 +202,8 @@ def _planned(network: str, batch: int) -> set[tuple]:
     return found
 
 
-def _compile_ahead(layers: list[Layer]) -> None:
-    """Compile what the passes will start, on all cores."""
-    with dry_run(current_device()) as log:
-        for layer in layers:
-            _start(layer)
-    nvrtc.compile_all(log.variants, nvrtc.target(current_device().arch))
-
-
 def _start(layer: Layer) -> None:
-    """All arms of all passes, of arrays without values."""
+    """All arms of all passes, of arrays without values, for a dry run to see."""
     n, h, p, c, k, r = layer.batch, layer.size, layer.out_size, layer.channels, layer.filters, layer.kernel
     x, dy, w = (ops.empty(shape, bfloat16) for shape in ((n, h, h, c), (n, p, p, k), (k, r, r, c)))
     options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
@@ -239,16 +231,13 @@ def _start(layer: Layer) -> None:
 def convolutions(a: argparse.Namespace) -> list[Row]:
     """A row for each pass of each convolution of ``a.network``."""
     layers = [layer for layer in NETWORKS[a.network](a.batch) if layer.channels > 4]
-    _compile_ahead(layers)
+    ahead.compile_ahead(lambda: list(map(_start, layers)))
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
     planned = _planned(a.network, a.batch)
     return [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth, planned)]
 
 
 def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
-    import cupy
-    import torch
-
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
@@ -274,8 +263,7 @@ def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -
             "planned": ({"packed": "prologue"}.get(kind, kind), *place) in planned,
             "floor_ms": 1e3 * floor, "peers": {"torch-eager": peers[peer].ms},
         })  # fmt: skip
-        cupy.get_default_memory_pool().free_all_blocks()
-        torch.cuda.empty_cache()
+        clean("cuda")
     return rows
 
 

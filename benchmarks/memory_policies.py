@@ -110,7 +110,7 @@ def _of_peak(access: _Accesses, pinned: Sequence[int], beta: int) -> tuple[int, 
     return access.sets[int(np.argmax(loads))]
 
 
-def static(problem: Problem, capacity: int, beta: int = BETA, granule: int | None = None) -> Plan:
+def static(problem: Problem, capacity: int, beta: int = BETA) -> Plan:
     """The best static pinning: for each size of the buffer that can occur, a knapsack over the candidates.
 
     With a buffer of theta bytes every step must find ``beta`` times its unpinned set (and what it needs beside) within
@@ -122,7 +122,7 @@ def static(problem: Problem, capacity: int, beta: int = BETA, granule: int | Non
         ValueError: when too many candidates are touched by steps that overlap.
     """
     access = _accesses(problem)
-    granule = granule or granule_of(access.sizes)
+    granule = granule_of(access.sizes)
     least = max(access.other)
     found: tuple[int, list[int]] | None = None
     thetas = sorted({theta for theta in _thetas(access, beta) if least <= theta <= capacity})

@@ -1,4 +1,4 @@
-"""PyTorch's training step of one of our networks: the peer of bench_train, bench_fusion and bench_memory_step.
+"""PyTorch's training step of one of our networks: the peer of bench_train and others, on several ranks as in ddp.py.
 
 The same layers, weights and batch; images in channels_last; bf16 and fp16 by autocast, fp16 with its `GradScaler`; SGD
 in one kernel (``fused=True``), which reads that scaler's flag on the device, so that no step waits for the host.

@@ -1,57 +1,39 @@
-"""minidl: a standalone deep-learning library for convolutional networks, with explicit backward passes."""
+"""minidl: a standalone deep-learning library for convolutional networks, with explicit backward passes.
+
+Its names are those of `minidl.public`, imported when the first of them is asked for: the command would otherwise spend
+half a second on them before it could answer Ctrl-C, or list its options.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
 from minidl import extensions  # noqa: F401  (first: the others need what it asks for)
-from minidl.adaptive import LAMB, LARS, AdamW
-from minidl.average import WeightAverage
-from minidl.backend import get_ops
-from minidl.graph import Graph, Node, scope
-from minidl.laws import check_layer
-from minidl.layer import Layer
-from minidl.layers import (
-    GELU,
-    AdaptiveAvgPool2d,
-    Add,
-    AvgPool2d,
-    BatchNorm2d,
-    Concat,
-    Conv2d,
-    ConvTranspose2d,
-    Dropout,
-    Flatten,
-    GroupNorm,
-    Hardswish,
-    LayerNorm,
-    LeakyReLU,
-    Linear,
-    MaxPool2d,
-    Mul,
-    Pad,
-    ReLU,
-    ReLU6,
-    Sigmoid,
-    SiLU,
-    Softmax,
-    StochasticDepth,
-    Tanh,
-    Upsample,
-)
-from minidl.loss import BCEWithLogitsLoss, DiceLoss, FocalLoss, MSELoss, SoftmaxCrossEntropy
-from minidl.metrics import Confusion, TopK
-from minidl.model import Model
-from minidl.optim import SGD, ParameterGroup
+
+if TYPE_CHECKING:
+    from minidl.public import *  # noqa: F403
+    from minidl.public import __all__ as __all__
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "AdamW", "AdaptiveAvgPool2d", "Add", "AvgPool2d", "BCEWithLogitsLoss", "BatchNorm2d", "Concat", "Confusion",
-    "Conv2d", "ConvTranspose2d", "DiceLoss", "Dropout", "Flatten", "FocalLoss", "GELU", "Graph", "GroupNorm",
-    "Hardswish", "LAMB", "LARS", "Layer", "LayerNorm", "LeakyReLU", "Linear", "MSELoss", "MaxPool2d", "Model", "Mul",
-    "Node", "Pad", "ParameterGroup", "ReLU", "ReLU6", "SGD", "SiLU", "Sigmoid", "Softmax", "SoftmaxCrossEntropy",
-    "StochasticDepth", "Tanh", "TopK", "Upsample", "WeightAverage", "check_layer", "get_ops", "scope",
-]  # fmt: skip
+
+def __getattr__(name: str) -> Any:
+    if name.startswith("__") and name != "__all__":  # what Python and its tools ask of every module
+        raise AttributeError(f"module 'minidl' has no attribute {name!r}", name=name)
+    if name.isidentifier() and find_spec(f"minidl.{name}"):
+        return import_module(f"minidl.{name}")
+    public = import_module("minidl.public")
+    here = globals()
+    here.update({each: getattr(public, each) for each in ("__all__", *public.__all__)})
+    if name not in here:
+        from minidl import checks
+
+        raise checks.elsewhere(name, public.__all__)
+    return here[name]
 
 
-def __getattr__(name: str) -> None:
-    from minidl import checks
-
-    raise checks.elsewhere(name, __all__)
+def __dir__() -> list[str]:
+    return sorted({*globals(), *sys.modules[__name__].__all__})

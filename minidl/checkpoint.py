@@ -58,11 +58,14 @@ def write_whole(path: str | os.PathLike, data: bytes) -> None:
 
     A link stays one, and its file is replaced; a device such as /dev/stdout is written to.
     """
-    path = Path(path).resolve()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not path.is_file() and not path.is_dir():
+    path = Path(path)
+    if (
+        path.exists() and not path.is_file() and not path.is_dir()
+    ):  # asked before links are followed: a pipe has no name
         path.write_bytes(data)
         return
+    path = path.resolve()
+    path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}{_TEMPORARY}")
     try:
         with partial.open("wb") as file:

@@ -7,7 +7,6 @@ known, the remedy. ValueError: shapes and values. TypeError: dtype or kind of ar
 from __future__ import annotations
 
 import difflib
-import importlib.util
 import inspect
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -108,8 +107,6 @@ def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
     remedy = f"did you mean {near[0]}?" if near else None
     if name in _CALLED_HERE:
         remedy = f"here it is {_CALLED_HERE[name]}"
-    elif importlib.util.find_spec(f"minidl.{name}"):
-        remedy = f"import minidl.{name}"
     return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
 
 
@@ -145,7 +142,7 @@ _DONE_HERE = {
         "modules": "read layers",
         "named_parameters": "state_dict() has all arrays by name",
         "parameters": "optimizers take the model itself; state_dict() has the arrays",
-        "predict": "call forward(x, grad=False)",
+        "predict": "call forward(x, grad=False); of a checkpoint: predict.Predictor(path).predict(files)",
         "requires_grad_": "write Model(..., frozen=['layer1.*'])",
         "save": "call interchange.export_weights(model, path); a Trainer with output= writes checkpoints",
         "to": "write Model(..., device='cuda', precision='bf16')",

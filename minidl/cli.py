@@ -1,4 +1,7 @@
-"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for."""
+"""The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for.
+
+Nothing else of minidl is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
+"""
 
 from __future__ import annotations
 
@@ -7,28 +10,28 @@ import contextlib
 import difflib
 import importlib
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from minidl import checkpoint, dist
-from minidl.config import Help, use_config, where
-from minidl.dist import abort
+import minidl
 
 VERBS = {
     "train": ("training", "train a network"),
-    "prune": ("pruning", "train a network while it is pruned"),
-    "plan": ("bench.plan", "what a limit of GPU memory costs"),
-    "bench": ("bench.command", "measure layers, networks and the machine"),
-    "fuse": ("fusion.command", "what batch-norm fusion saves"),
-    "plot": ("profile.plots", "pictures of what was measured"),
-    "compare-backends": ("bench.compare_backends", "the same network on two devices, layer by layer"),
-    "tune": ("bench.tuning", "measure what this machine is best told, and keep it"),
-    "warm": ("bench.warm", "compile a network's kernels ahead"),
-    "simulate": ("bench.simulate", "what a step would take on many hosts, from measured layers"),
+    "predict": ("prediction", "classify images with a trained network, or evaluate it on a test set"),
+    "prune": ("pruning", "prune a network while it trains"),
+    "plan": ("bench.plan", "predict what training within a memory limit costs"),
+    "bench": ("bench.command", "measure layers, networks and this machine"),
+    "fuse": ("fusion.command", "show what batch-norm fusion saves, and tune it"),
+    "plot": ("profile.plots", "plot what was measured"),
+    "compare-backends": ("bench.compare_backends", "run a network on two devices and compare layer by layer"),
+    "tune": ("bench.tuning", "measure the best settings for this machine, and keep them"),
+    "warm": ("bench.warm", "compile a network's kernels ahead of time"),
+    "simulate": ("bench.simulate", "predict the time of a step on many hosts from measured layers"),
     "doctor": (
         "bench.doctor",
-        "what this machine has, which wheel is missing; under a launcher, what lies between the ranks",
+        "list what this machine has and what is missing; under mpirun, also test the links between ranks",
     ),
 }
 _ALIASES = {"doctor": ["info"]}
@@ -37,10 +40,23 @@ _UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells what a mistyped choice was likely to be."""
+
+    def error(self, message: str) -> NoReturn:
+        if mistyped := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            near = difflib.get_close_matches(mistyped[1], re.findall(r"[\w.-]+", mistyped[2]), n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        super().error(message)
+
+
 def parser(only: str | None = None) -> argparse.ArgumentParser:
     """All verbs and the options of each, or of one ``only``."""
+    from minidl.config import Help
+
     about = "Train convolutional networks on one GPU or many, and see how fast each layer runs."
-    top = argparse.ArgumentParser(prog="minidl", description=about)
+    top = _Parser(prog="minidl", description=about)
+    top.add_argument("--version", action="version", version=f"minidl {minidl.__version__}")
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     for name, (module, about) in VERBS.items():
         aliases = _ALIASES.get(name, [])
@@ -72,12 +88,24 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
-    argv = sys.argv[1:] if argv is None else argv
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # while modules are imported: of one rank of several, too, as none knows the others yet
+        print(f"minidl {' '.join(argv[:1])}".rstrip() + ": interrupted", file=sys.stderr, flush=True)
+        sys.exit(_INTERRUPTED)
+
+
+def _run(argv: list[str]) -> int:
     top = parser(only=argv[0] if argv else "")
-    if list(argv) in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
+    if argv in ([], ["bench"], ["tune"]):  # a further word has to come, one of these
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2
     arguments = _parsed(top, argv)
+    from minidl import checkpoint, dist
+    from minidl.config import use_config, where
+    from minidl.dist import abort
+
     try:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
@@ -104,6 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _interrupted(arguments: argparse.Namespace) -> NoReturn:
     """End all ranks with one line: after Ctrl-C they stand in different places, so none may wait for another."""
+    from minidl import checkpoint, dist
+    from minidl.dist import abort
+
     remedy = ""
     with contextlib.suppress(OSError, AttributeError):  # no checkpoint yet; a verb without output
         remedy = f"; --resume goes on from {checkpoint.latest(arguments.output)}"

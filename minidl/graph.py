@@ -20,6 +20,7 @@ from weakref import WeakSet
 
 from minidl import checks
 from minidl.layer import Layer
+from minidl.profile import Cost
 
 _scopes: ContextVar[tuple[str, ...]] = ContextVar("minidl_scopes", default=())
 _placed: WeakSet[Layer] = WeakSet()  # layers that stand in some graph, and have their full names from it
@@ -201,6 +202,13 @@ class Graph:
             other.nodes.append(Node(other, node.index, layer, node.inputs, node.shape))
             other._names[node.name] = other.nodes[-1]
         return other.output(other.nodes[self.output_node.index])
+
+    def costs(self, batch: int, itemsize: int = 4) -> Iterator[tuple[Node, Cost]]:
+        """Each layer's node with the least work of its passes over so many samples (`Layer.cost`), in order."""
+        for node in self.nodes:
+            if node.layer is not None:
+                inputs = ((batch, *self.nodes[i].shape) for i in node.inputs)
+                yield node, node.layer.cost(*inputs, itemsize=itemsize)
 
     def shapes(self, input_shape: tuple[int, ...]) -> list[tuple[int, ...]]:
         """The output shape of every node for this input shape, batch first.

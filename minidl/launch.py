@@ -12,23 +12,28 @@ import shutil
 import sys
 from collections.abc import Sequence
 
-from minidl import checks
-from minidl.dist import mpiexec
-from minidl.progress import TERMINAL
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the ``mpiexec`` of the command line; return 2 where there is none.
 
     The process is replaced, so the exit status, signals and the terminal are those of ``mpiexec`` itself.
     """
-    options = _parser().parse_args(arguments)
+    try:
+        return _start(_parser().parse_args(arguments))
+    except KeyboardInterrupt:
+        print("minidl.launch: interrupted", file=sys.stderr)
+        return 130  # as shells report Ctrl-C
+
+
+def _start(options: argparse.Namespace) -> int:
+    from minidl.dist import mpiexec  # not before Ctrl-C is caught: this takes half a second
+    from minidl.progress import TERMINAL
+
     try:
         launcher = mpiexec.find()
-        run = ["-m", options.script] if options.module else [options.script]
-        program = [sys.executable, *run, *options.arguments]
+        program = [sys.executable, *_what_runs(options), *options.arguments]
         command = launcher.command(options.ranks, program, elastic=options.elastic)
-    except (ImportError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:
         print(f"minidl.launch: {error}", file=sys.stderr)
         return 2
     print(f"minidl.launch: {options.ranks} ranks by {launcher.family} ({launcher.path})", file=sys.stderr, flush=True)
@@ -37,21 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.execv(command[0], command)
 
 
+def _what_runs(options: argparse.Namespace) -> list[str]:
+    """Python's arguments for a module, a script, or the command ``minidl``."""
+    if options.module or (options.script == "minidl" and not os.path.exists("minidl")):
+        return ["-m", options.script]
+    if not os.path.isfile(options.script):  # else each rank would say so in Python's words
+        raise FileNotFoundError(f"there is no script {options.script}; -m runs a module")
+    return [options.script]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m minidl.launch", description=__doc__.split("\n")[0])
     parser.add_argument("-n", "--ranks", type=_rank_count, required=True, help="number of processes")
     parser.add_argument("-m", "--module", action="store_true", help="run a module, like python -m")
     parser.add_argument("--elastic", action="store_true", help="the others go on when a rank is lost (experimental)")
-    parser.add_argument("script", help="Python script (or module) to run")
+    parser.add_argument("script", help="Python script (or module) to run, or minidl")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
     return parser
 
 
 def _rank_count(text: str) -> int:
-    try:
-        return checks.at_least("minidl.launch", "-n", int(text), 1)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, got {text!r}")
+    return int(text)
 
 
 if __name__ == "__main__":

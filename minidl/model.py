@@ -144,14 +144,12 @@ class Model(checks.Told):
 
     def neighbours(self) -> list[Neighbour]:
         """The layers in the order of the backward pass, each with the gradients that it sends and its work."""
-        nodes, itemsize = self.graph.nodes, self.precision.storage.itemsize
         sent = Counter()
         for segment in self.arena.segments:
             sent[segment.layer] += 4 * (segment.stop - segment.offset) * segment.trainable
         found = []
-        for node in reversed([node for node in nodes if node.layer is not None]):
+        for node, cost in reversed([*self.graph.costs(FEW, self.precision.storage.itemsize)]):
             alone = type(node.layer).__name__ not in ABSORBED
-            cost = node.layer.cost(*((FEW, *nodes[i].shape) for i in node.inputs), itemsize=itemsize)
             work = cost.backward_weight + cost.backward_data
             found.append(Neighbour(node.layer.name, sent[node.layer.name], work.flop, work.bytes, alone))
         return found

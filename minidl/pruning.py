@@ -37,22 +37,34 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl prune``: those of ``minidl train`` and its own."""
     training.add_arguments(p)
     p.usage, p.epilog = "minidl prune [options]", None
-    p.add_argument("--sparsity", type=float, default=0.9, help="fraction of weights to be zero in the end")
+    p.add_argument("--sparsity", type=float, default=0.9, help="fraction of weights that are zero in the end")
     p.add_argument(
         "--granularity",
         default="weight",
         help="weight, kernel, filter, filter:8 (keep a multiple), layer, block:8x4, 2:4 (of 4 inputs)",
     )
-    p.add_argument("--scope", choices=["layer", "global"], help="of the sparsity; default: layer, of layers global")
-    p.add_argument("--include", nargs="+", default=["*"], metavar="PATTERN", help="names of weights that are pruned")
-    p.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="names of weights that are not")
-    p.add_argument("--prune-begin", type=float, default=0.0, metavar="EPOCH", help="when pruning begins")
-    p.add_argument("--prune-end", type=float, metavar="EPOCH", help="when the sparsity is reached; default: half-way")
-    p.add_argument("--prune-every", type=int, default=20, metavar="STEPS", help="from one change of masks to the next")
-    p.add_argument("--scan", action="store_true", help="only tell what each part of the network bears, untrained")
-    p.add_argument("--compress", action="store_true", help="share weights, and write OUTPUT/model.mdz")
-    p.add_argument("--clusters", type=int, default=32, help="values that the weights of a layer share")
-    p.add_argument("--share-epochs", type=int, default=2, help="epochs that train them, after the others")
+    p.add_argument(
+        "--scope",
+        choices=["layer", "global"],
+        help="reach the sparsity in each layer or over all; default: layer, for --granularity layer global",
+    )
+    p.add_argument("--include", nargs="+", default=["*"], metavar="PATTERN", help="prune only these weights")
+    p.add_argument("--exclude", nargs="+", default=[], metavar="PATTERN", help="do not prune these weights")
+    p.add_argument("--prune-begin", type=float, default=0.0, metavar="EPOCH", help="epoch in which pruning begins")
+    p.add_argument(
+        "--prune-end", type=float, metavar="EPOCH", help="epoch in which the sparsity is reached; default: half-way"
+    )
+    p.add_argument(
+        "--prune-every", type=int, default=20, metavar="STEPS", help="steps from one change of the masks to the next"
+    )
+    p.add_argument(
+        "--scan",
+        action="store_true",
+        help="only report how much pruning each part of the network tolerates, without training",
+    )
+    p.add_argument("--compress", action="store_true", help="also share weights and write OUTPUT/model.mdz")
+    p.add_argument("--clusters", type=int, default=32, help="number of values that the weights of a layer share")
+    p.add_argument("--share-epochs", type=int, default=2, help="further epochs that train the shared values")
     p.set_defaults(output="runs/prune")
 
 
@@ -187,8 +199,7 @@ def _shrunk(trainer: Trainer, a: argparse.Namespace) -> str:
 
 
 def _flop(graph: Graph) -> int:
-    shapes = graph.shapes((1, *graph.nodes[0].shape))
-    return sum(n.layer.cost(*(shapes[i] for i in n.inputs)).forward.flop for n in graph.nodes if n.layer)
+    return sum(cost.forward.flop for _, cost in graph.costs(1))
 
 
 def _sparse(trainer: Trainer, a: argparse.Namespace) -> str:

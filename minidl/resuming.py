@@ -20,9 +20,17 @@ def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         tensors |= {f"average.{k}": v for k, v in trainer.average.state_dict().items()}
     state = _places(trainer) | {
         "settings": trainer.settings,
+        "task": _task(trainer),
         "callbacks": {callback.key: callback.state() for callback in trainer.callbacks},
     }
     return tensors, state
+
+
+def _task(trainer: Any) -> dict[str, Any]:
+    """What the network is for, which `minidl.predict` goes by."""
+    model = trainer.model
+    outputs = model.graph.output_node.shape[-1]
+    return trainer.train_loader.recipe() | {"outputs": outputs, "precision": model.precision.name}
 
 
 def _places(trainer: Any) -> dict[str, Any]:

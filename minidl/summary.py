@@ -97,20 +97,14 @@ class SavedBytes(TensorStore):
 def summarize(model: Any, batch: int = 1) -> Summary:
     """The summary of a `minidl.Model`; see `Model.summary`."""
     checks.at_least("summary", "batch", batch, 1)
-    nodes = model.graph.nodes
-    shapes = model.graph.shapes((batch, *nodes[0].shape))
-    saved = _saved_bytes(model, (batch, *nodes[0].shape))
-    itemsize, found = model.precision.storage.itemsize, []
-    for node in nodes:
+    saved, found = _saved_bytes(model, (batch, *model.graph.nodes[0].shape)), []
+    for node, cost in model.graph.costs(batch, model.precision.storage.itemsize):
         layer = node.layer
-        if layer is None:
-            continue
-        cost = layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
         sizes = {spec.name: prod(spec.shape) for spec in layer.specs}
         trained = sum(size for name, size in sizes.items() if layer.params.trainable(name))
         found.append(
             LayerSummary(
-                node.name, type(layer).__name__, shapes[node.index], sum(sizes.values()), trained, cost.forward.flop,
+                node.name, type(layer).__name__, (batch, *node.shape), sum(sizes.values()), trained, cost.forward.flop,
                 saved.get(node.name, 0),
             )
         )  # fmt: skip

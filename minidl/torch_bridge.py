@@ -123,14 +123,14 @@ def _flat(name: str) -> str:
     return name.replace(".", "_")  # PyTorch's own dots lead into submodules
 
 
-def _lend(torch: ModuleType, array: Any) -> Any:
+def lend(torch: ModuleType, array: Any) -> Any:
     """A minidl array as a tensor of the same memory. DLPack has no bfloat16 of NumPy's: its bits are lent."""
     if array.dtype == bfloat16:
         return torch.from_dlpack(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_dlpack(array)
 
 
-def _borrow(torch: ModuleType, ops: ModuleType, tensor: Any) -> Any:
+def borrow(torch: ModuleType, ops: ModuleType, tensor: Any) -> Any:
     """A tensor as a minidl array of the same memory."""
     tensor = tensor.detach()
     if tensor.dtype == torch.bfloat16:
@@ -170,20 +170,20 @@ def _module(torch: ModuleType) -> type:
         @staticmethod
         def forward(ctx: Any, piece: _Piece, keep: bool, inputs: int, *tensors: Any) -> Any:
             with _on_torchs_stream(torch, piece.ops):
-                arrays = [_borrow(torch, piece.ops, tensor) for tensor in tensors[:inputs]]
+                arrays = [borrow(torch, piece.ops, tensor) for tensor in tensors[:inputs]]
                 y, ctx.kept = piece.forward(arrays, keep)
             ctx.piece = piece
-            return _lend(torch, y)
+            return lend(torch, y)
 
         @staticmethod
         @torch.autograd.function.once_differentiable
         def backward(ctx: Any, dy: Any) -> Any:
             piece = ctx.piece
             with _on_torchs_stream(torch, piece.ops):
-                dx = piece.backward(_borrow(torch, piece.ops, dy.contiguous()), ctx.kept)
-                given = [_lend(torch, array) for array in dx]
+                dx = piece.backward(borrow(torch, piece.ops, dy.contiguous()), ctx.kept)
+                given = [lend(torch, array) for array in dx]
                 # The gradients' memory is written again in the next backward pass; PyTorch may keep what it gets.
-                found = [_lend(torch, array).clone() for array in piece.gradients()]
+                found = [lend(torch, array).clone() for array in piece.gradients()]
             return None, None, None, *given, *found
 
     class MinidlModule(torch.nn.Module):
@@ -195,9 +195,9 @@ def _module(torch: ModuleType) -> type:
             self.names: list[str] = []
             for name, array in piece.parameters():
                 self.names.append(_flat(name))
-                self.register_parameter(self.names[-1], torch.nn.Parameter(_lend(torch, array)))
+                self.register_parameter(self.names[-1], torch.nn.Parameter(lend(torch, array)))
             for name, array in piece.buffers():
-                self.register_buffer(_flat(name), _lend(torch, array))
+                self.register_buffer(_flat(name), lend(torch, array))
             self._versions: list[int] = []
 
         def train(self, mode: bool = True) -> Any:

@@ -17,7 +17,7 @@ from minidl.callbacks import Callback, KeepBest, Metric, StepWatch
 from minidl.compile import CompiledStep, NotCapturable, obstacle
 from minidl.data import Batch, Loader
 from minidl.dist import abort
-from minidl.dist.agree import require_same
+from minidl.dist.agree import on_rank_0, require_same
 from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
 from minidl.model import Model
@@ -144,7 +144,7 @@ class Trainer:
         parts |= {"compiled": isinstance(self._step, CompiledStep), "accumulated": self.accumulate > 1}
         self.parts = legality.described(**parts)
         require_same(self.comm, "training plan", self._plan())
-        self._on_rank_0(self._check_output)
+        on_rank_0(self.comm, self._check_output)
 
     def _check_parts(self) -> None:
         """Refuse parts that were made for another model or another rank."""
@@ -231,23 +231,6 @@ class Trainer:
         names = [name for name in MetricsLog.COLUMNS if self.loss.classifies or not name.endswith("accuracy")]
         return [n for n in [*names, *self.metrics] if self.test_loader is not None or not n.startswith("test_")]
 
-    def _on_rank_0(self, action: Callable[[], None]) -> None:
-        """Let rank 0 deal with files; a collective.
-
-        Raises:
-            OSError, ValueError: on every rank, with rank 0's words, when ``action`` raised that there.
-        """
-        failure = None
-        if self.comm.rank == 0:
-            try:
-                action()
-            except (OSError, ValueError) as error:
-                failure = (OSError if isinstance(error, OSError) else ValueError), str(error)
-        failure = self.comm.share(failure)[0]
-        if failure is not None:
-            kind, words = failure
-            raise kind(words)
-
     def fit(self) -> dict[str, float]:
         """Train to the last epoch; the last epoch's figures, named as in metrics.csv.
 
@@ -260,7 +243,7 @@ class Trainer:
         row: dict[str, float] = {}
         for callback in self.callbacks:
             callback.begin(self)
-        self._on_rank_0(self._open_output)  # not before a callback could refuse: it moves what lies there
+        on_rank_0(self.comm, self._open_output)  # not before a callback could refuse: it moves what lies there
         self._heed()
         with StopRequest(self.comm) if self.output is not None else nullcontext() as request:
             while self.train_loader.epoch < self.epochs and self.stopped is None and self.ended is None:
@@ -425,7 +408,7 @@ class Trainer:
         self.optimizer.collect()
         self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
         path = path or checkpoint.step_path(self.output, self.step)
-        self._on_rank_0(lambda: self._write(path))
+        on_rank_0(self.comm, lambda: self._write(path))
         return path
 
     def _write(self, path: Path) -> None:

@@ -37,12 +37,11 @@ _OPTIMIZERS = {"sgd": SGD, "adamw": AdamW, "lars": LARS, "lamb": LAMB}
 _RATES = {"sgd": 0.1, "adamw": 0.001, "lars": 1.0, "lamb": 0.01}
 _WITH_MOMENTUM = ("sgd", "lars")
 _TEST_SHARE = 10  # synthetic test images: one for so many training images
-_ON_DISK = ("cifar10", "folder", "mnist")
 _MANY_CLASSES = 100  # from here on the first five guesses are usually told
 _EXAMPLES = """examples:
   minidl train                                       ResNet-20 on handwritten digits, a minute on a laptop
-  minidl train --epochs 60 --resume                  the same, longer
-  minidl train --config scripts/unet_coins.toml      a recipe; options given here win over the file's
+  minidl train --epochs 60 --resume                  continue it for another 30 epochs
+  minidl train --config scripts/unet_coins.toml      a recipe; the command line wins over the file
   mpirun -n 4 minidl train --model resnet50 --data folder --data-path DIR --precision bf16 --batch 1024 --lr 0.4
 """
 
@@ -50,7 +49,7 @@ _EXAMPLES = """examples:
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl train``."""
     p.usage, p.epilog = "minidl train [options]", _EXAMPLES
-    p.add_argument("--config", metavar="FILE", help="options from a TOML file; those given here win")
+    p.add_argument("--config", metavar="FILE", help="read options from a TOML file; the command line wins")
     _add_network(p.add_argument_group("network and data"))
     _add_learning(p.add_argument_group("learning"))
     _add_speed(p.add_argument_group("speed and memory"))
@@ -59,90 +58,147 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 
 def _add_network(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--model", default="resnet20", help=models.CHOICES)
-    p.add_argument("--model-options", metavar="TEXT", help="arguments of the network: 'width=16 depth=3' of unet")
-    start = "a checkpoint, a folder of some, or a safetensors file of PyTorch; what has another size begins anew"
-    p.add_argument("--start", metavar="PATH", help=f"weights to begin with: {start}")
     p.add_argument(
-        "--freeze", nargs="+", default=[], metavar="PATTERN", help="weights that are not trained: 'conv1.*' 'layer1.*'"
+        "--model-options", metavar="TEXT", help="arguments of the network, such as 'width=16 depth=3' for unet"
+    )
+    start = "a checkpoint, an output folder or a PyTorch safetensors file; layers of another size start anew"
+    p.add_argument("--start", metavar="PATH", help=f"start from the weights of {start}")
+    p.add_argument(
+        "--freeze", nargs="+", default=[], metavar="PATTERN", help="do not train these weights: 'conv1.*' 'layer1.*'"
     )
     sets = f"one of {', '.join(data.datasets())}, or MODULE:FUNCTION of your own"
     p.add_argument("--data", default="digits", help=sets)
-    p.add_argument("--data-path", metavar="DIR", help="folder of the data set's files")
-    p.add_argument("--loader", default="threads", choices=["threads", "dali"], help="dali: NVIDIA's, for image folders")
-    p.add_argument("--image-size", type=int, metavar="PIXELS", help="side of the images of synthetic, coins and folder")
-    p.add_argument("--classes", type=int, help="classes of synthetic data")
-    p.add_argument("--samples", type=int, help="samples of synthetic data")
+    p.add_argument("--data-path", metavar="DIR", help="folder with the files of the data set")
     p.add_argument(
-        "--augment", action=argparse.BooleanOptionalAction, default=True, help="as is customary for the data"
+        "--loader", default="threads", choices=["threads", "dali"], help="dali: decode image folders with NVIDIA DALI"
     )
-    p.add_argument("--color-jitter", type=float, metavar="STRENGTH", help="of brightness, contrast and saturation")
-    p.add_argument("--mixup", type=float, metavar="ALPHA", help="mix images and their labels in pairs; 0.2 is usual")
-    p.add_argument("--workers", type=int, default=1, help="threads that prepare batches")
+    p.add_argument(
+        "--image-size", type=int, metavar="PIXELS", help="side of the images, for synthetic, coins and folder"
+    )
+    p.add_argument("--classes", type=int, help="number of classes, for synthetic")
+    p.add_argument("--samples", type=int, help="number of training samples, for synthetic")
+    p.add_argument(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="augment training images as is usual for the data set",
+    )
+    p.add_argument(
+        "--color-jitter",
+        type=float,
+        metavar="STRENGTH",
+        help="vary brightness, contrast and saturation of training images",
+    )
+    p.add_argument(
+        "--mixup", type=float, metavar="ALPHA", help="mix pairs of images and their labels (MixUp); 0.2 is usual"
+    )
+    p.add_argument("--workers", type=int, default=1, help="threads that load and prepare batches")
 
 
 def _add_learning(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--epochs", type=int, default=30, help="in all, counting those before --resume")
-    p.add_argument("--batch", type=int, default=64, help="samples of a step, over all ranks")
-    rates = ", ".join(f"{rate:g} of {name}" for name, rate in _RATES.items())
-    p.add_argument("--lr", type=float, help=f"learning rate after warm-up; default: {rates}; half of it in prune")
+    p.add_argument("--epochs", type=int, default=30, help="number of epochs, including those before --resume")
+    p.add_argument("--batch", type=int, default=64, help="samples in a step, over all ranks")
+    rates = ", ".join(f"{rate:g} for {name}" for name, rate in _RATES.items())
     p.add_argument(
-        "--schedule", default="cosine", help="constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)"
+        "--lr", type=float, help=f"learning rate after warm-up; default: {rates}; minidl prune: half of that"
     )
     p.add_argument(
-        "--warmup", type=float, metavar="EPOCHS", help="of linear warm-up; default: 1, of a single epoch a tenth"
+        "--schedule",
+        default="cosine",
+        help="learning rate over time: constant, cosine, poly:POWER, onecycle, or step:30,60,80 (epochs)",
     )
-    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="what updates the weights")
-    p.add_argument("--momentum", type=float, help="of sgd and lars, there 0.9 where it is not given")
-    p.add_argument("--weight-decay", type=float, default=5e-4, help="not of biases and normalisations")
-    p.add_argument("--label-smoothing", type=float, default=0.0, help="share of each label spread over all classes")
-    p.add_argument("--average", type=float, metavar="DECAY", help="evaluate a moving average of the weights; 0.9999")
-    p.add_argument("--clip-norm", type=float, help="largest norm of all gradients together")
-    p.add_argument("--sync-batch-norm", action="store_true", help="batch statistics over all ranks")
-    p.add_argument("--seed", type=int, default=0, help="of starting weights, order, augmentation and dropout")
-    p.add_argument("--patience", type=int, metavar="EPOCHS", help="end when the test loss gets no better for so long")
+    p.add_argument(
+        "--warmup",
+        type=float,
+        metavar="EPOCHS",
+        help="linear warm-up of the learning rate; default: 1, or 0.1 if there is only one epoch",
+    )
+    p.add_argument("--optimizer", default="sgd", choices=list(_OPTIMIZERS), help="how weights are updated")
+    p.add_argument("--momentum", type=float, help="for sgd and lars; default: 0.9")
+    p.add_argument(
+        "--weight-decay", type=float, default=5e-4, help="weight decay; biases and normalisation layers have none"
+    )
+    p.add_argument(
+        "--label-smoothing", type=float, default=0.0, help="fraction of each label that is spread over all classes"
+    )
+    p.add_argument(
+        "--average",
+        type=float,
+        metavar="DECAY",
+        help="evaluate an exponential moving average of the weights; 0.9999 is usual",
+    )
+    p.add_argument("--clip-norm", type=float, help="clip the norm of all gradients together to this value")
+    p.add_argument(
+        "--sync-batch-norm", action="store_true", help="batch norms use the statistics of all ranks together"
+    )
+    p.add_argument(
+        "--seed", type=int, default=0, help="seed of starting weights, sample order, augmentation and dropout"
+    )
+    p.add_argument(
+        "--patience", type=int, metavar="EPOCHS", help="stop when the test loss has not improved for this many epochs"
+    )
 
 
 def _add_speed(p: argparse._ArgumentGroup) -> None:
-    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU where there is one")
-    p.add_argument("--precision", default="fp32", help="fp32, tf32 or tf32x3 (GPU), bf16 or fp16")
-    p.add_argument("--watch-gradients", action="store_true", help="tell which rank and layer makes the first NaN; slow")
-    p.add_argument("--eager", action="store_true", help="run steps operation by operation, not as a CUDA graph")
-    plans = f"{', '.join(CHOICES)}, or a file of minidl fuse; default: on a GPU auto, with --memory-limit the fastest"
-    p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms run: {plans}")
-    p.add_argument("--accumulate", type=int, default=1, help="micro-batches that a step is cut into, to save memory")
+    p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"], help="auto: a GPU if there is one")
+    p.add_argument("--precision", default="fp32", help="fp32, bf16 or fp16; on GPUs also tf32 and tf32x3")
     p.add_argument(
-        "--memory-limit", metavar="LIMIT", help="of GPU memory: 8GB, 7.5GiB, or a part of what a step needs: 25%%"
+        "--watch-gradients", action="store_true", help="report which rank and layer makes the first NaN; slow"
+    )
+    p.add_argument("--eager", action="store_true", help="run steps kernel by kernel instead of as a CUDA graph")
+    plans = f"{', '.join(CHOICES)}, or a file from minidl fuse; default: auto on a GPU, the fastest with --memory-limit"
+    p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms are fused: {plans}")
+    p.add_argument(
+        "--accumulate", type=int, default=1, help="cut each step into this many micro-batches, to save memory"
+    )
+    p.add_argument(
+        "--memory-limit",
+        metavar="LIMIT",
+        help="train within this GPU memory: 8GB, 7.5GiB, or 25%% of what a step needs",
     )
     p.add_argument(
         "--gradients", default="keep", choices=["keep", "ring", "momentum"],
-        help="ring: update within the backward pass, so that a few layers' gradients are held at a time; momentum: add "
-        "them to the momentum of sgd, so that they need no memory at all",
+        help="ring: update within the backward pass and hold the gradients of a few layers at a time; momentum: add "
+        "gradients to sgd's momentum right away, so that they need no memory",
     )  # fmt: skip
     p.add_argument(
         "--host-momentum", action="store_true",
-        help="with --memory-limit and --gradients ring: that of large layers may lie on the host between updates",
+        help="with --memory-limit and --gradients ring: keep the momentum of large layers in host memory",
     )  # fmt: skip
     p.add_argument(
-        "--message-dtype", default="fp32", choices=["fp32", "bf16"], help="of gradients between ranks: bf16 halves them"
+        "--message-dtype",
+        default="fp32",
+        choices=["fp32", "bf16"],
+        help="type of gradients on their way between ranks; bf16 halves their size",
     )
-    p.add_argument("--shard-momentum", action="store_true", help="each rank keeps its part of the momentum only")
+    p.add_argument("--shard-momentum", action="store_true", help="each rank keeps only its part of the momentum")
     p.add_argument(
         "--elastic", action="store_true",
-        help="when a rank is lost the others go on from the newest checkpoint (experimental; on CPUs, with Open MPI)",
+        help="if a rank is lost, the others continue from the newest checkpoint (experimental; CPU ranks, Open MPI)",
     )  # fmt: skip
 
 
 def _add_output(p: argparse._ArgumentGroup) -> None:
     p.add_argument("--output", default="runs/train", metavar="DIR", help="folder for metrics and checkpoints")
-    p.add_argument("--resume", nargs="?", const="", metavar="PATH", help="go on from a checkpoint; default: the newest")
-    p.add_argument("--keep", type=int, default=2, help="newest checkpoints to keep")
+    p.add_argument(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="PATH",
+        help="continue from a checkpoint; without PATH from the newest in the output folder",
+    )
+    p.add_argument("--keep", type=int, default=2, help="number of newest checkpoints to keep")
     p.add_argument(
         "--keep-best", nargs="?", const="test_accuracy", metavar="METRIC",
-        help="keep the best epoch too, as best.safetensors, by test_accuracy or another column of metrics.csv",
+        help="also keep the best epoch as best.safetensors, by test_accuracy or another column of metrics.csv",
     )  # fmt: skip
-    p.add_argument("--tensorboard", action="store_true", help="write event files to OUTPUT/tensorboard")
-    p.add_argument("--profile", action="store_true", help="write the time of each layer to OUTPUT/profile.json")
-    p.add_argument("--profile-every", type=int, metavar="STEPS", help="from one profiled step to the next; default: 50")
+    p.add_argument("--tensorboard", action="store_true", help="write TensorBoard event files to OUTPUT/tensorboard")
+    p.add_argument(
+        "--profile", action="store_true", help="measure each layer during the run and write OUTPUT/profile.json"
+    )
+    p.add_argument(
+        "--profile-every", type=int, metavar="STEPS", help="steps from one profiled step to the next; default: 50"
+    )
 
 
 def _optimizer(model: Model, a: argparse.Namespace, verb: Training, samples: int) -> SGD:
@@ -199,7 +255,7 @@ def status(trainer: Trainer) -> int:
 
 def _data_sets(a: argparse.Namespace) -> tuple[Any, Any]:
     """Training and test set; options only where they apply."""
-    if a.data in _ON_DISK and a.data_path is None:
+    if data.needs_path(a.data) and a.data_path is None:
         raise ValueError(f"--data {a.data} needs --data-path DIR, the folder of its files")
     given = lambda value, default: default if value is None else value  # noqa: E731  (0 is refused, not replaced)
     options: dict[str, Any] = {}
@@ -357,15 +413,7 @@ def _limited(
 
 def model_options(a: argparse.Namespace) -> dict[str, Any]:
     """Arguments of the network from ``width=16 depth=3``."""
-    options: dict[str, Any] = {"sync_batch_norm": True} if a.sync_batch_norm else {}
-    for word in (a.model_options or "").split():
-        name, equals, value = word.partition("=")
-        try:
-            options[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
-        except ValueError as error:
-            expected = "NAME=NUMBER words, such as 'width=16 depth=3'"
-            raise checks.bad_value("--model-options", "text", expected, a.model_options) from error
-    return options
+    return models.parse_options(a.model_options) | ({"sync_batch_norm": True} if a.sync_batch_norm else {})
 
 
 def _loaders(
@@ -437,4 +485,5 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
     if profile is not None:
         told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short
         print(told)
-    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; minidl train --help lists all options")
+    predict = f"minidl predict {a.output} IMAGES applies the network"
+    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; {predict}")

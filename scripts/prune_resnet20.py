@@ -223,8 +223,7 @@ def _step(model: Model, optimizer: SGD, batch: Any) -> Callable[[], Any]:
 
 
 def flop(model: Model) -> int:
-    shapes = model.graph.shapes((1, *model.graph.nodes[0].shape))
-    return sum(n.layer.cost(*(shapes[i] for i in n.inputs)).forward.flop for n in model.graph.nodes if n.layer)
+    return sum(cost.forward.flop for _, cost in model.graph.costs(1))
 
 
 def rows_of(a: argparse.Namespace, seed: int) -> list[dict[str, Any]]:

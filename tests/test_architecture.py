@@ -10,7 +10,7 @@ PACKAGE = ROOT / "minidl"
 
 # From the ground up. A module may import only from levels below its own (or from its own folder).
 LEVELS = [
-    {"extensions", "checks", "shapes"},
+    {"extensions", "cache", "checks", "shapes"},
     {"precision"},
     {"cpu", "cuda"},
     {"backend", "initializers"},
@@ -27,13 +27,14 @@ LEVELS = [
     {"fusion"},
     {"loss", "nonfinite", "optim", "stopping"},
     {"adaptive", "average", "interchange", "memory", "metrics", "sparse", "sharded", "step", "onnx", "torch_bridge"},
-    {"compile", "callbacks", "resuming"},
-    {"train"},
+    {"compile", "callbacks", "predict", "resuming"},
+    {"public", "train"},
+    {"__init__"},
     {"bench"},
-    {"training"},
+    {"prediction", "training"},
     {"launch", "pruning"},
     {"cli"},
-    {"__main__", "__init__"},
+    {"__main__"},
 ]
 LEVEL = {name: i for i, names in enumerate(LEVELS) for name in names}
 LONGEST = 500

@@ -124,9 +124,8 @@ def test_files_of_two_machines_or_shapes_are_one_clear_line(capsys, content, tmp
 
 def test_what_torch_does_in_one_call_is_said_beside_its_times(capsys, known_ceilings, monkeypatch):
     """With stand-ins for the adapter, which cannot be imported without torch."""
-    peer = SimpleNamespace(peer_ms=lambda case, mode, device, sets, budget: {"forward": 0.5, "backward_data": 1.0})
-    monkeypatch.setitem(sys.modules, "minidl.bench.torch_peer", peer)
-    monkeypatch.setitem(sys.modules, "minidl.bench.torch_calls", SimpleNamespace(JOINT="in one call"))
+    times = lambda case, mode, device, sets, budget: {"forward": 0.5, "backward_data": 1.0}  # noqa: E731
+    monkeypatch.setitem(sys.modules, "minidl.bench.torch_calls", SimpleNamespace(JOINT="in one call", peer_ms=times))
     common = ["layers", "--device", "cpu", "--peer", "torch", "--view", "peers", "--ways", "hot", "--input", "2x4x4x4"]
     status, out, _ = run_cli(capsys, *common, "--layer", "BatchNorm2d(4)")
     assert status == 0 and "warning: in one call" in out and "bwd, both gradients" in out

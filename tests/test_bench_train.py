@@ -49,9 +49,9 @@ def test_plans_of_ours_compute_the_same_and_are_told_apart():
 def test_arms_follow_each_other_equally_often(monkeypatch):
     """However few blocks are asked for: who draws much power leaves a slower machine to the next."""
     ran = []
-    monkeypatch.setattr(bench_train, "block_ms", lambda step, steps, wait: ran.append(step()) or 1.0)
-    monkeypatch.setattr(bench_train, "host_ms", lambda step, wait: 1.0)
-    monkeypatch.setattr(bench_train, "settle", lambda step, wait: None)
+    monkeypatch.setattr(bench_train, "row_ms", lambda comm, step, steps, device: ran.append(step()) or 1.0)
+    monkeypatch.setattr(bench_train, "host_ms", lambda step, device: 1.0)
+    monkeypatch.setattr(bench_train, "settle", lambda step, device: None)
     monkeypatch.setattr(bench_train, "compared", lambda ours, names: ({n: [1.0] for n in names}, dict.fromkeys(names)))
     ours = bench_train.Ours(setup())
     names = ["a", "b", "c"]

@@ -333,6 +333,8 @@ def test_a_link_stays_one_and_what_is_no_file_is_written_to(tmp_path):
     checkpoint.write_whole(tmp_path / "pipe", b"two")
     assert os.read(reader, 9) == b"two" and not (tmp_path / "pipe").is_file()
     os.close(reader)
+    out = "from minidl import checkpoint; checkpoint.write_whole('/dev/stdout', b'three')"
+    assert subprocess.run([sys.executable, "-c", out], stdout=subprocess.PIPE, check=True).stdout == b"three"
 
 
 def test_match_accepts_arrays_and_pairs():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import re
 import shlex
@@ -12,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from minidl import cli
+import minidl
+from minidl import cli, launch
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md")] + sorted((ROOT / "docs").rglob("*.md"))
@@ -84,3 +86,75 @@ def test_a_reader_that_has_seen_enough_ends_a_command_without_a_word():
     done = subprocess.run([sys.executable, "-m", "minidl", "doctor"], stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
+
+
+MISTYPED = {
+    ("trian",): "minidl: error: argument VERB: invalid choice: 'trian' (choose from ",
+    ("bench", "layer"): "did you mean layers?",
+    ("train", "--device", "cpuu"): "did you mean cpu?",
+    ("train", "--bathc", "3"): "did you mean --batch?",
+}
+
+
+@pytest.mark.parametrize("words", MISTYPED)
+def test_what_was_mistyped_is_guessed(words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(words)
+    err = capsys.readouterr().err
+    assert stop.value.code == 2 and MISTYPED[words] in err and "did you mean" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "runs"),
+    [(["minidl", "train"], ["-m", "minidl"]), (["-m", "a.b"], ["-m", "a.b"]), (["here.py"], ["here.py"])],
+)
+def test_the_launcher_starts_scripts_modules_and_the_command(words, runs, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here.py").touch()
+    started = []
+    monkeypatch.setattr("minidl.dist.mpiexec.find", lambda: FakeMPI(started))
+    monkeypatch.setattr(os, "execv", lambda *_: None)
+    launch.main(["-n", "2", *words])
+    assert started[0][1 : 1 + len(runs)] == runs
+    assert launch.main(["-n", "2", "nowhere.py"]) == 2
+    assert "there is no script nowhere.py; -m runs a module" in capsys.readouterr().err
+
+
+class FakeMPI:
+    """Notes what it is to start."""
+
+    family, path = "none", "nowhere"
+
+    def __init__(self, started):
+        self.started = started
+
+    def command(self, ranks, program, elastic):
+        self.started.append(program)
+        return program
+
+
+def test_the_command_tells_its_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["--version"])
+    assert stop.value.code == 0 and capsys.readouterr().out == f"minidl {minidl.__version__}\n"
+
+
+@pytest.mark.parametrize("program", ["minidl.cli", "minidl.launch"])
+def test_ctrl_c_while_modules_are_imported_is_one_line(program, monkeypatch, capsys):
+    """The heavy ones are imported within `main`, and an interrupt there is answered as one later is."""
+    heavy = f"import sys, {program}; assert not {{'numpy', 'mpi4py', 'minidl.dist'}} & sys.modules.keys()"
+    subprocess.run([sys.executable, "-c", heavy], check=True)
+    main = importlib.import_module(program).main
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    if program == "minidl.cli":
+        monkeypatch.setattr(importlib, "import_module", interrupt)
+        with pytest.raises(SystemExit) as stop:
+            main(["train"])
+        assert (stop.value.code, capsys.readouterr().err) == (130, "minidl train: interrupted\n")
+    else:
+        monkeypatch.setattr("minidl.dist.mpiexec.find", interrupt)
+        assert main(["-n", "1", "x.py"]) == 130
+        assert capsys.readouterr().err == "minidl.launch: interrupted\n"

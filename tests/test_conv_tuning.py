@@ -249,14 +249,14 @@ def test_all_ranks_take_the_table_of_rank_0(monkeypatch):
     record = record_of((QUESTIONS[0], Choice("generic", "64x64")))
     own = Table.of(record_of((QUESTIONS[0], Choice("generic", "128x64"))))
     conv2d_tuned.install(own)
-    assert tuned.settle(cuda, Rank(1, (record, ""))) == Table.of(record).digest
+    assert tuned.settle(cuda, Rank(1, (record, None))) == Table.of(record).digest
     assert conv2d_tuned.current().choices[QUESTIONS[0]].tile == "64x64"
     conv2d_tuned.install(own)
-    assert tuned.settle(cuda, Rank(1, ({}, ""))) == "none" and conv2d_tuned.current() is NOTHING
+    assert tuned.settle(cuda, Rank(1, ({}, None))) == "none" and conv2d_tuned.current() is NOTHING
     conv2d_tuned.install(own)
     assert tuned.settle(cuda, Rank(0)) == own.digest and conv2d_tuned.current() is own
     assert tuned.settle(SimpleNamespace(name="cpu"), Rank(0)) == "none"
-    for rank in (Rank(0), Rank(1, ({}, "no table"))):
+    for rank in (Rank(0), Rank(1, (None, (ValueError, "no table")))):
         monkeypatch.setattr(conv2d_tuned, "current", lambda: (_ for _ in ()).throw(ValueError("no table")))
         with pytest.raises(ValueError, match="no table"):
             tuned.settle(cuda, rank)

@@ -20,7 +20,7 @@ from minidl.dist import (
     require_same_arrays,
     world,
 )
-from minidl.dist.agree import rank_list, together
+from minidl.dist.agree import on_rank_0, rank_list, together
 from minidl.dist.doctor import facts
 from minidl.dist.nccl import refuse_shared_devices
 from minidl.dist.threads import available_cores, cap_threads, count_sharing
@@ -166,6 +166,21 @@ def test_a_failure_elsewhere_is_raised_here_and_results_come_in_rank_order():
     with pytest.raises(RuntimeError, match="^dividing failed: on rank 0: ZeroDivisionError: ") as error:
         together(FakeCommunicator([(1, None)]), "dividing", lambda: 1 // 0)
     assert isinstance(error.value.__cause__, ZeroDivisionError)
+
+
+def test_what_rank_0_finds_or_raises_is_everybodys():
+    first, second = (FakeCommunicator(*[[(None, None)]] * 2) for _ in range(2))
+    first.size = second.size = 2
+    second.rank, second.share = 1, lambda own: [told, own]
+    assert on_rank_0(SOLO, lambda: 3) == on_rank_0(first, lambda: 3) == 3
+    told = 3, None
+    assert on_rank_0(second, lambda: 1 // 0) == 3, "the others do not ask"
+    with pytest.raises(OSError, match="^no such file$") as error:
+        on_rank_0(first, lambda: (_ for _ in ()).throw(FileNotFoundError("no such file")))
+    assert isinstance(error.value.__cause__, FileNotFoundError)
+    told = None, (OSError, "no such file")
+    with pytest.raises(OSError, match="^no such file$"):
+        on_rank_0(second, lambda: 3)
 
 
 def test_ranks_in_short():

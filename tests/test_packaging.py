@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 README = (ROOT / "README.md").read_text()
 MAKEFILE = (ROOT / "Makefile").read_text()
+SOURCES = [
+    path for path in (ROOT / "minidl").rglob("*.py") if not path.stem.startswith("__") and "build" not in path.parts
+]
 BUILT = {".so", ".pyd", ".pyc", ".c", ".html"}  # what a build leaves in the tree
 
 
@@ -171,3 +174,27 @@ def test_result_files_follow_the_schema_and_name_no_machine_path():
         for row in content["rows"]:
             assert {"case", "pass", "dtype", "arm", "ms", "spread", "floor_ms", "peers"} <= row.keys(), path
         assert not re.search(r"[ =]/", content["command"]), f"{path}: an absolute path in the command"
+
+
+def test_names_are_imported_when_the_first_is_asked_for():
+    script = """
+import sys
+import minidl
+assert "numpy" not in sys.modules
+from minidl import Conv2d
+assert Conv2d is minidl.public.Conv2d and minidl.interchange.import_weights and minidl.Model
+assert set(minidl.__all__) | {"__version__"} <= set(dir(minidl))
+assert not hasattr(minidl, "__wrapped__") and not hasattr(minidl, "nothing")
+names = {}
+exec("from minidl import *", names)
+assert set(minidl.__all__) <= set(names)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.slow
+def test_every_module_can_be_imported_first():
+    """The package itself imports none of them: none may lean on another having come before."""
+    stems = sorted({path.relative_to(ROOT / "minidl").parts[0].removesuffix(".py") for path in SOURCES})
+    for stem in stems:
+        subprocess.run([sys.executable, "-c", f"import minidl.{stem}"], check=True)

@@ -15,8 +15,8 @@ from minidl.precision import precision
 from minidl.profile.timing import Budget
 
 torch = pytest.importorskip("torch", reason="needs torch as a peer")
-from minidl.bench import torch_peer  # noqa: E402
-from minidl.bench.torch_peer import TorchGraph, from_nhwc  # noqa: E402
+from minidl.bench import torch_calls  # noqa: E402
+from minidl.bench.torch_twin import TorchGraph, from_nhwc  # noqa: E402
 
 NETWORKS = {
     "resnet20": ((32, 32, 3), {}),
@@ -204,7 +204,7 @@ def test_the_calls_that_are_timed_compute_what_the_layer_computes(name, mode, rn
         x = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
         sets.append((x, rng.standard_normal(layer.output_shape(*shapes)).astype(dtype)))
     given = [([a.astype(np.float32) for a in x], dy.astype(np.float32)) for x, dy in sets]
-    calls = torch_peer.layer_calls(layer, shapes, mode, "cpu", 2, given=given)
+    calls = torch_calls.layer_calls(layer, shapes, mode, "cpu", 2, given=given)
     tolerance = {"rtol": 1e-4, "atol": 1e-5} if mode == "fp32" else {"rtol": 3e-2, "atol": 6e-2}
     assert all(len(those) == 2 for those in calls.values())
     for i, (x, dy) in enumerate(sets):
@@ -230,7 +230,7 @@ def test_batch_norms_twin_in_evaluation_mode_takes_the_running_statistics(rng):
     layer, x = m.BatchNorm2d(3), rng.standard_normal((4, 3, 2, 3)).astype(np.float32) * 3 + 1
     layer.forward(x)
     layer.training = False
-    calls = torch_peer.layer_calls(layer, [x.shape], "fp32", "cpu", 1, given=[([x], x)])
+    calls = torch_calls.layer_calls(layer, [x.shape], "fp32", "cpu", 1, given=[([x], x)])
     y, dx = layer.forward(x), layer.backward(x)
     np.testing.assert_allclose(nhwc(calls["forward"][0]()), y, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(nhwc(calls["backward"][0]()[0]), dx, rtol=1e-5, atol=1e-5)
@@ -239,7 +239,7 @@ def test_batch_norms_twin_in_evaluation_mode_takes_the_running_statistics(rng):
 def test_dropouts_twin_drops_forward_what_it_drops_backward():
     layer = m.Dropout(0.4)
     ones = np.ones((50, 40), np.float32)
-    calls = torch_peer.layer_calls(layer, [ones.shape], "fp32", "cpu", 1, given=[([ones], ones)])
+    calls = torch_calls.layer_calls(layer, [ones.shape], "fp32", "cpu", 1, given=[([ones], ones)])
     y, (dx,) = nhwc(calls["forward"][0]()), map(nhwc, calls["backward_data"][0]())
     for values in (y, dx):
         assert set(np.unique(values.round(5))) == {0.0, np.float32(1 / 0.6).round(5)}
@@ -255,7 +255,8 @@ def test_a_fan_outs_gradient_is_added(make, shape, rng):
     layer = make().to("cpu")
     x, dy = (rng.standard_normal(s).astype(np.float32) for s in (shape, layer.output_shape(shape)))
     plain, summed = (
-        torch_peer.layer_calls(layer, [shape], "fp32", "cpu", 1, given=[([x], dy)], adds=adds) for adds in ((), (True,))
+        torch_calls.layer_calls(layer, [shape], "fp32", "cpu", 1, given=[([x], dy)], adds=adds)
+        for adds in ((), (True,))
     )
     key = "backward" if "backward" in plain else "backward_data"
     np.testing.assert_allclose(nhwc(summed[key][0]()[0]), nhwc(plain[key][0]()[0]) + x, rtol=1e-6, atol=1e-6)
@@ -263,7 +264,7 @@ def test_a_fan_outs_gradient_is_added(make, shape, rng):
 
 def test_making_calls_leaves_the_layer_alone():
     layer = m.Conv2d(2, 3, 3)
-    calls = torch_peer.layer_calls(layer, [(1, 5, 5, 2)], "bf16", "cpu", 3)
+    calls = torch_calls.layer_calls(layer, [(1, 5, 5, 2)], "bf16", "cpu", 3)
     assert layer.ops is None, "it may still adopt any device"
     assert {name: len(those) for name, those in calls.items()} == dict.fromkeys(
         ("forward", "backward_data", "backward_weight"), 3
@@ -272,7 +273,7 @@ def test_making_calls_leaves_the_layer_alone():
     assert y.dtype == torch.bfloat16 and y.is_contiguous(memory_format=torch.channels_last)
     assert not torch.equal(y, calls["forward"][1]()), "each set has values of its own"
     with pytest.raises(ValueError, match="precision must be fp32, bf16 or fp16 on the cpu"):
-        torch_peer.layer_calls(layer, [(1, 5, 5, 2)], "tf32", "cpu", 1)
+        torch_calls.layer_calls(layer, [(1, 5, 5, 2)], "tf32", "cpu", 1)
 
 
 def test_calls_are_timed_each_and_a_way_of_another_device_is_refused():
@@ -283,15 +284,15 @@ def test_calls_are_timed_each_and_a_way_of_another_device_is_refused():
         return torch.zeros(1)
 
     calls = [partial(wait, 0.002), partial(wait, 0.030)]
-    assert 16 <= torch_peer.time_calls(calls, QUICK, "hot").min_ms < 30, "half of both; a sleep may only be longer"
+    assert 16 <= torch_calls.time_calls(calls, QUICK, "hot").min_ms < 30, "half of both; a sleep may only be longer"
     with pytest.raises(ValueError, match="way must be one of cold, hot on cpu, got 'replayed'"):
-        torch_peer.time_calls(calls, QUICK, "replayed")
+        torch_calls.time_calls(calls, QUICK, "replayed")
 
 
 @pytest.mark.parametrize("needs_input_grad", [True, False])
 def test_the_baseline_of_a_case_has_the_passes_that_are_asked_for(needs_input_grad):
     shape = (2, 6, 6, 3)
-    find = lambda layer: torch_peer.peer_ms(  # noqa: E731
+    find = lambda layer: torch_calls.peer_ms(  # noqa: E731
         Case(1, layer, (shape,), needs_input_grad=needs_input_grad), precision("fp32"), "cpu", 1, QUICK
     )
     conv, norm = find(m.Conv2d(3, 4, 3)), find(m.BatchNorm2d(3))

@@ -15,9 +15,9 @@ from minidl.precision import precision
 from minidl.profile.timing import Budget
 
 torch = pytest.importorskip("torch", reason="needs torch as a peer")
-from minidl.bench import torch_peer  # noqa: E402
+from minidl.bench import torch_table  # noqa: E402
 from minidl.bench.torch_calls import Operands  # noqa: E402
-from minidl.bench.torch_peer import TorchGraph  # noqa: E402
+from minidl.bench.torch_twin import TorchGraph  # noqa: E402
 
 QUICK = Budget(samples=2, seconds=0.0, least=2, sample_ms=0.01)
 
@@ -54,7 +54,7 @@ class Block(torch.nn.Module):
 
 def table(module, x, **options):
     options = {"budget": QUICK, "ways": ("hot",)} | options
-    return torch_peer.bench_module(module, x, **options)
+    return torch_table.bench_module(module, x, **options)
 
 
 def test_the_table_of_a_module_has_a_row_for_each_pass_of_each_leaf_in_order(rng):
@@ -189,10 +189,10 @@ def nets(tmp_path, monkeypatch):
 
 
 def test_modules_are_loaded_by_name(nets):
-    assert isinstance(torch_peer.load("peer_nets:build"), torch.nn.Linear)
-    assert isinstance(torch_peer.load("peer_nets:ready"), torch.nn.ReLU)
-    assert isinstance(torch_peer.load("peer_nets:Family.small"), torch.nn.Linear)
-    assert isinstance(torch_peer.load("torch.nn:ReLU"), torch.nn.ReLU)
+    assert isinstance(torch_table.load("peer_nets:build"), torch.nn.Linear)
+    assert isinstance(torch_table.load("peer_nets:ready"), torch.nn.ReLU)
+    assert isinstance(torch_table.load("peer_nets:Family.small"), torch.nn.Linear)
+    assert isinstance(torch_table.load("torch.nn:ReLU"), torch.nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -208,7 +208,7 @@ def test_modules_are_loaded_by_name(nets):
 )
 def test_a_name_that_leads_to_no_module_is_refused(nets, spec, kind, message):
     with pytest.raises(kind, match=message):
-        torch_peer.load(spec)
+        torch_table.load(spec)
 
 
 # -- the command ----------------------------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_the_command_makes_the_content_of_a_result_file(home):
     from minidl.profile import results, views
     from minidl.profile.runs import runs
 
-    results.write(home / "out.json", torch_peer.bench_command(given()))
+    results.write(home / "out.json", torch_table.bench_command(given()))
     content = results.load(home / "out.json")
     assert content["benchmark"] == "layers"
     assert content["setup"] == {
@@ -265,4 +265,4 @@ def test_the_command_makes_the_content_of_a_result_file(home):
 @pytest.mark.parametrize("option", ["image_size", "batch", "samples"])
 def test_sizes_that_cannot_be_are_refused(home, option):
     with pytest.raises(ValueError, match=f"--{option.replace('_', '-')} must be an integer of at least"):
-        torch_peer.bench_command(given(**{option: -1}))
+        torch_table.bench_command(given(**{option: -1}))

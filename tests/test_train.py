@@ -289,7 +289,7 @@ class Others:
     def share(self, value):
         if self.plan is not None and value is not None:
             return [value, self.plan if isinstance(value, list) else b"other"]
-        return [value if value is not None else self.failure, value]
+        return [(None, self.failure) if value == (None, None) else value, value]
 
 
 def on_rank(run, comm):

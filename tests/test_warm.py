@@ -11,6 +11,7 @@ import minidl as m
 from minidl import cli
 from minidl.bench import conv_tuning, warm
 from minidl.bench.step import TrainingStep
+from minidl.cuda.ahead import kernels_of
 from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_tuned import Table
@@ -19,7 +20,8 @@ from minidl.cuda.launch import observed
 
 
 def kernels(device, precision="bf16", fusion="none"):
-    return warm.kernels_of(m.models.build("resnet20", (32, 32, 3), 10), 4, precision, fusion, device)
+    graph = m.models.build("resnet20", (32, 32, 3), 10)
+    return kernels_of(lambda: warm.walk(graph, 4, precision, fusion), device)
 
 
 @pytest.fixture

@@ -58,60 +58,79 @@ def run(a: argparse.Namespace) -> int:
 
 def _add_layers(p: argparse.ArgumentParser) -> None:
     _add_network(p)
-    p.add_argument("--model", default="resnet20", help=f"every layer of {models.CHOICES}")
-    p.add_argument("--layer", metavar="TEXT", help="one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
-    p.add_argument("--input", action="append", metavar="NxHxWxC", help="shape of its input; once for each input")
-    p.add_argument("--batch", type=int, default=32, help="samples of each rank")
+    p.add_argument("--model", default="resnet20", help=f"measure every layer of {models.CHOICES}")
+    p.add_argument("--layer", metavar="TEXT", help="measure one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
+    p.add_argument(
+        "--input", action="append", metavar="NxHxWxC", help="shape of the layer's input; repeat for several inputs"
+    )
+    p.add_argument("--batch", type=int, default=32, help="samples per rank")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     p.add_argument(
         "--ways", nargs="+", default=list(layers.ISOLATED), choices=layers.ISOLATED, help="how each pass is timed alone"
     )
     p.add_argument(
-        "--samples", type=int, default=layers.SAMPLES, help="of each pass alone, in a quarter of a second at most"
+        "--samples", type=int, default=layers.SAMPLES, help="samples of each pass alone, within a quarter of a second"
     )
-    p.add_argument("--kernels", action="store_true", help="time the kernels of each pass one by one")
-    p.add_argument("--peer", action="append", default=[], choices=["torch"], help="the same layers in PyTorch beside")
-    p.add_argument("--torch", metavar="MODULE:NAME", help="the same table for a torch.nn.Module instead")
+    p.add_argument("--kernels", action="store_true", help="also time each kernel of each pass")
+    p.add_argument(
+        "--peer", action="append", default=[], choices=["torch"], help="also measure the same layers in PyTorch"
+    )
+    p.add_argument("--torch", metavar="MODULE:NAME", help="measure a torch.nn.Module instead")
     p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"], help="tables to print")
 
 
 def _add_model(p: argparse.ArgumentParser) -> None:
     _add_network(p)
     p.add_argument("--model", nargs="+", default=["resnet20"], help=models.CHOICES)
-    p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples of each rank")
+    p.add_argument("--batch", nargs="+", type=int, default=[32], help="samples per rank")
     p.add_argument("--precision", nargs="+", default=["fp32"], choices=PRECISIONS)
 
 
 def _add_network(p: argparse.ArgumentParser) -> None:
     add_images(p)
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--fusion", default="none", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a file of minidl fuse")
-    p.add_argument("--seconds", type=float, default=3.0, help="of whole steps, in each way of running them")
-    p.add_argument("--group-mb", type=float, help="layers share a message up to it; 0: one each; default: as trained")
-    p.add_argument("--no-capture", action="store_true", help="leave the step's CUDA graph out")
-    p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings anew")
-    p.add_argument("--energy", action="store_true", help="of a step and each pass alone, by NVML")
     p.add_argument(
-        "--strict", action="store_true", help=f"status {_UNACCOUNTED} where the layers do not make up the step"
+        "--fusion",
+        default="none",
+        metavar="PLAN",
+        help=f"how batch norms are fused: {', '.join(CHOICES)}, or a file from minidl fuse",
+    )
+    p.add_argument(
+        "--seconds", type=float, default=3.0, help="seconds to measure whole steps for, in each way of running them"
+    )
+    p.add_argument(
+        "--group-mb",
+        type=float,
+        help="largest message that layers share, in MiB; 0: one message per layer; default: as in training",
+    )
+    p.add_argument("--no-capture", action="store_true", help="do not measure the step as a CUDA graph")
+    p.add_argument("--remeasure", action="store_true", help="measure the machine's ceilings again")
+    p.add_argument(
+        "--energy", action="store_true", help="measure the energy of a step and of each pass alone, with NVML"
+    )
+    p.add_argument(
+        "--strict", action="store_true", help=f"exit with {_UNACCOUNTED} if the layers do not add up to the step"
     )
     p.add_argument("--json", metavar="PATH", help="write the result file here")
     p.add_argument("--csv", metavar="PATH", help="write the rows here, for spreadsheets")
-    p.add_argument("--trace", metavar="PATH", help="write the last eager step here, for Perfetto and chrome://tracing")
+    p.add_argument(
+        "--trace", metavar="PATH", help="write a trace of the last eager step here, for Perfetto and chrome://tracing"
+    )
 
 
 def _add_show(p: argparse.ArgumentParser) -> None:
     p.add_argument(
-        "file", metavar="FILE.json", help="a result file of bench layers, model or sweep, or of train --profile"
+        "file", metavar="FILE.json", help="a result file from bench layers, model or sweep, or from train --profile"
     )
     p.add_argument(
         "--view", nargs="+", choices=[*VIEWS, "all"],
-        help="tables to print; left out: time, and networks for a file of several",
+        help="tables to print; default: time, or networks for a file with several",
     )  # fmt: skip
 
 
 def _add_ceilings(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    p.add_argument("--cached", action="store_true", help="show what was measured before, if it was")
+    p.add_argument("--cached", action="store_true", help="show the last measurement, if there is one")
     p.add_argument("--json", metavar="PATH", help="write the record here")
 
 
@@ -174,7 +193,7 @@ def _energy(a: argparse.Namespace) -> Energy | None:
 def _options(a: argparse.Namespace, device: str) -> layers.Options:
     budget, peers = layers.budget_on(device, checks.at_least("", "--samples", a.samples, 2)), {}
     if a.peer:
-        from minidl.bench.torch_peer import peer_ms
+        from minidl.bench.torch_calls import peer_ms
 
         peers["torch"] = partial(peer_ms, budget=budget)
     return layers.Options(a.ways, budget, a.kernels, _energy(a), peers)
@@ -190,7 +209,7 @@ def _network_options(a: argparse.Namespace) -> dict[str, Any]:
 
 
 def _torch_module(a: argparse.Namespace) -> int:
-    from minidl.bench.torch_peer import bench_command
+    from minidl.bench.torch_table import bench_command
 
     content = bench_command(a)
     _print(a.view, content)

@@ -17,6 +17,7 @@ from typing import Any
 
 from minidl import cuda
 from minidl.cuda import cast, conv2d, conv2d_backward_data, conv2d_backward_weight, empty
+from minidl.cuda.ahead import Variant, kernels_of
 from minidl.cuda.convolution.conv2d import STORAGE
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Choice, Question, kernel
@@ -60,15 +61,17 @@ def of_layer(layer: Layer, shape: Sequence[int], precision: str, device: DeviceR
     return Counter(heard)
 
 
-def variants(questions: Iterable[Question], device: DeviceRecord) -> list[tuple]:
+def variants(questions: Iterable[Question], device: DeviceRecord) -> list[Variant]:
     """Every kernel that candidates for these questions launch, as `minidl.cuda.nvrtc.compile_all` takes them."""
-    with dry_run(device) as log:
+
+    def run_all() -> None:
         for question in questions:
             (call,) = _calls(question, empty, 1)
             for choice in options(question, device):
                 with kernel(choice):
                     call()
-    return log.variants
+
+    return kernels_of(run_all, device)
 
 
 def _calls(question: Question, draw: Draw, sets: int) -> list[Callable[[], Any]]:

@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from minidl.graph import Graph
 from minidl.layer import Layer
-from minidl.profile.cost import PassCost, gradient_sum
+from minidl.profile.cost import PASSES, PassCost, gradient_sum
 from minidl.profile.inputs import noise
 from minidl.profile.timing import Timer, input_sets
+from minidl.store import LastPass, Saved
 
-PASSES = ("forward", "backward_data", "backward_weight")
 _MOST_SETS = 64
 Call = Callable[[], Any]
 
@@ -90,19 +90,6 @@ def cases(graph: Graph, batch: int) -> list[Case]:
     return found
 
 
-class _Kept:
-    """A store of one frame: what the layer saved last."""
-
-    def __init__(self) -> None:
-        self.frame = SimpleNamespace()
-
-    def save(self, owner: str, items: dict[str, Any]) -> None:
-        self.frame = SimpleNamespace(**items)
-
-    def forget(self, owner: str) -> None:
-        pass
-
-
 class Passes:
     """The operands of a case on a device, in as many sets as exceed the cache, and calls over them.
 
@@ -112,7 +99,7 @@ class Passes:
     def __init__(self, case: Case, ops: ModuleType, precision: Any, timer: Timer, memory: int):
         self.case, self.ops, self.layer = case, ops, case.layer
         self.layer.to(ops.name, precision)
-        self.layer.store = self._kept = _Kept()
+        self.layer.store = LastPass()
         storage = self.layer.precision.storage
         out = self.layer.output_shape(*case.shapes)
         sizes = [prod(shape) for shape in (*case.shapes, out, out)]
@@ -123,7 +110,7 @@ class Passes:
         self.frames, self.dy = [], []
         for i, x in enumerate(self.x):
             y = self._forward(x)
-            self.frames.append(self._kept.frame)
+            self.frames.append(self.layer.store.take(self.layer.name))
             self.dy.append(noise(ops, y.shape, y.dtype, seed=100 + i))
         padded = (*case.adds, *[False] * len(case.shapes))
         self.adds = [noise(ops, s, storage, seed=200) if a else None for s, a in zip(case.shapes, padded, strict=False)]
@@ -131,13 +118,13 @@ class Passes:
     def _forward(self, x: tuple[Any, ...]) -> Any:
         return self.layer.compute(*x)
 
-    def _backward_weight(self, frame: SimpleNamespace, dy: Any) -> None:
+    def _backward_weight(self, frame: Saved, dy: Any) -> None:
         self.layer.recall(frame)
         if self.layer.specs:
             self.layer.params.restart()
         self.layer.backward_weight(dy)
 
-    def _backward_data(self, frame: SimpleNamespace, dy: Any) -> Any:
+    def _backward_data(self, frame: Saved, dy: Any) -> Any:
         self.layer.recall(frame)
         if len(self.adds) == 1 and self.adds[0] is not None and self.layer.accepts_add:
             return self.layer.backward_data(dy, add=self.adds[0])

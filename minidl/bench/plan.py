@@ -39,33 +39,41 @@ _GROUPED = 24  # layers beyond which the table shows groups of them
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl plan``."""
     p.add_argument("--model", default="resnet50", help=models.CHOICES)
-    p.add_argument("--batch", type=int, default=32, help="samples of each GPU")
-    p.add_argument("--limit", default="50%", help="of GPU memory: 8GB, 7.5GiB, or a part of what the step needs: 25%%")
+    p.add_argument("--batch", type=int, default=32, help="samples per GPU")
+    p.add_argument("--limit", default="50%", help="GPU memory: 8GB, 7.5GiB, or 25%% of what the step needs")
     p.add_argument("--precision", default="fp32", choices=PRECISIONS)
     ways = f"{', '.join((*PLANS, 'auto'))}, a file; default: the fastest within the limit of {', '.join(FUSIONS)}"
-    p.add_argument("--fusion", metavar="PLAN", help=f"of batch norms: {ways}; with --times auto")
+    p.add_argument("--fusion", metavar="PLAN", help=f"how batch norms are fused: {ways}; with --times auto")
     add_images(p)
-    p.add_argument("--momentum", type=float, default=0.9, help="0: the optimizer has no state")
-    p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as of minidl train")
-    p.add_argument("--ranks", type=int, default=1, help="GPUs that train together: a ring then holds what is under way")
-    p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="the imagined GPU")
-    p.add_argument("--times", metavar="FILE.json", help="step times and link from a result file of minidl bench layers")
-    p.add_argument("--host", metavar="LIMIT", help="of host memory: 64GB; a plan that needs more is refused")
-    p.add_argument("--share", type=float, default=SHARE, help="of the roofline that a pass reaches, without --times")
+    p.add_argument("--momentum", type=float, default=0.9, help="momentum of sgd; 0: the optimizer has no state")
+    p.add_argument("--gradients", default="keep", choices=["keep", "ring", "momentum"], help="as in minidl train")
+    p.add_argument(
+        "--ranks", type=int, default=1, help="GPUs that train together; a ring then also holds gradients on their way"
+    )
+    p.add_argument("--device", default="H200", choices=sorted(BUILT_IN), help="GPU to plan for")
+    p.add_argument(
+        "--times", metavar="FILE.json", help="take times and link rate from a result file of minidl bench layers"
+    )
+    p.add_argument("--host", metavar="LIMIT", help="host memory, such as 64GB; a plan that needs more is refused")
+    p.add_argument(
+        "--share", type=float, default=SHARE, help="share of the roofline that a pass reaches, without --times"
+    )
     p.add_argument("--link", type=float, metavar="GB/S", help="rate of the link to the host, each way")
-    p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may travel as well")
+    p.add_argument("--state", action="store_true", help="parameters, gradients and momentum may move to the host, too")
     p.add_argument(
         "--host-momentum", action="store_true",
-        help="with --gradients ring: that of large layers is on the host between updates",
+        help="with --gradients ring: keep the momentum of large layers in host memory",
     )  # fmt: skip
-    p.add_argument("--no-rebuild", action="store_true", help="move tensors only, rebuild none")
-    p.add_argument("--layers", action="store_true", help="one row for each layer, however many")
-    p.add_argument("--alternatives", action="store_true", help="largest batch under the limit; gradient accumulation")
+    p.add_argument("--no-rebuild", action="store_true", help="only move tensors, recompute none")
+    p.add_argument("--layers", action="store_true", help="print a row for each layer, however many")
+    p.add_argument(
+        "--alternatives",
+        action="store_true",
+        help="also print the largest batch within the limit, and gradient accumulation",
+    )
     p.add_argument("--json", metavar="PATH", help="write the plan here")
     p.add_argument("--trace", metavar="PATH", help="write the trace here")
-    p.add_argument(
-        "--plot", metavar="PATH", help="picture, .svg or .png, of memory without the plan and with it (extra plot)"
-    )
+    p.add_argument("--plot", metavar="PATH", help="plot memory with and without the plan, as .svg or .png (extra plot)")
 
 
 @dataclass(frozen=True)

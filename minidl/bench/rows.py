@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minidl.bench.isolated import PASSES, Case
+from minidl.bench.isolated import Case
 from minidl.bench.layers import empty_row
 from minidl.bench.network import Kind, NetworkTimes
 from minidl.messages import factors
 from minidl.profile import roofline
-from minidl.profile.cost import PassCost
+from minidl.profile.cost import PASSES, PassCost
 from minidl.profile.results import Row
 from minidl.profile.timing import Timing
 from minidl.segments import Message

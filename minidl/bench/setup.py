@@ -20,7 +20,7 @@ PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 def add_images(p: argparse.ArgumentParser) -> None:
     """The options that tell a `Setup` what images a network is for."""
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--classes", type=int, help="number of classes; default: usual for the network")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""The table of layers for any torch module: each pass of each module that calls no other, timed alone."""
+"""The table of layers for any torch module: each pass of each module that calls no other, timed alone.
+
+It is what ``minidl bench layers --torch`` shows.
+"""
 
 from __future__ import annotations
 
+import argparse
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,17 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import backend, checks
 from minidl.bench.layers import ISOLATED, budget_on, empty_row
+from minidl.bench.setup import device_of
 from minidl.bench.torch_calls import Operands, arithmetic, mapped, separate, tensors, time_calls
 from minidl.bench.torch_twin import cast, from_nhwc, layer_of, nn, storage, torch
+from minidl.config import named
+from minidl.dist.communicator import SOLO
 from minidl.precision import Precision
 from minidl.precision import precision as parse_precision
+from minidl.profile import ceilings as measured_ceilings
 from minidl.profile import roofline
 from minidl.profile.cost import Cost, PassCost
-from minidl.profile.results import Row
+from minidl.profile.results import Row, result
 from minidl.profile.timing import Budget, Timing, input_sets
 
+CONVENTIONS = (
+    "Modules of PyTorch that call no other, each pass alone. FLOP: 2 per multiply-add, whole batch; bytes: the fewest "
+    "a pass must move; both as of minidl's layer of the kind, unknown where there is none. Where PyTorch computes all "
+    "gradients in one call, its time and work stand at backward_data. A step is a forward pass and all gradients of "
+    "parameters, without loss and update."
+)
+_IMAGE_SIZE, _CHANNELS = 224, 3
 _MOST_SETS = 64
 
 
@@ -49,7 +64,6 @@ def bench_module(
     ways: Sequence[str] = ISOLATED,
     budget: Budget | None = None,
     ceilings: Mapping[str, Any] | None = None,
-    progress: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
     """The table of layers for a torch module: rows with arm "torch" for each pass of each leaf, in order of execution.
     A leaf is a module that calls no other.
@@ -69,7 +83,6 @@ def bench_module(
         budget: of each timing; default: `minidl.bench.layers.budget_on` the device.
         ways: of "replayed", "cold" and "hot"; those that torch cannot do on the device are left out.
         ceilings: of this machine, for floors and shares of the roof.
-        progress: told the name of each leaf before it is measured.
 
     Raises:
         ValueError: for TF32 on the CPU.
@@ -92,7 +105,6 @@ def bench_module(
         _keep_inputs(network)
         rows, known = [], {}
         for index, one in enumerate(executed):
-            progress(one.name)
             key = _work_of(one) or index
             if key not in known:
                 known[key] = bench.leaf(one)
@@ -320,3 +332,57 @@ def _known_cost(one: Executed, itemsize: int) -> tuple[list[list[int]], list[int
 
 def _nhwc(shape: list[int]) -> list[int]:
     return [shape[0], *shape[2:], shape[1]] if len(shape) == 4 else shape
+
+
+# -- the command -------------------------------------------------------------------------------------------------------
+
+
+def bench_command(a: argparse.Namespace) -> dict[str, Any]:
+    """The content of a result file for ``minidl bench layers --torch``, from that command's options.
+
+    The module is given ``a.batch`` images of three channels; without ``a.image_size``, of 224 x 224 pixels.
+
+    Raises:
+        ValueError, TypeError: as `load`; for a size, batch or number of samples that cannot be.
+    """
+    size = checks.at_least("", "--image-size", a.image_size or _IMAGE_SIZE, 1)
+    batch = checks.at_least("", "--batch", a.batch, 1)
+    samples = checks.at_least("", "--samples", a.samples, 2)
+    module, device = load(a.torch), device_of(a.device, SOLO)
+    known = measured_ceilings.find(backend.get_ops(device), remeasure=a.remeasure)
+    name = a.torch.partition(":")[2]
+    images = torch.randn((batch, _CHANNELS, size, size), generator=torch.Generator().manual_seed(0))
+    rows = bench_module(
+        module, images, precision=a.precision, device=device, case=f"torch {name}/{size}x{size}/b{batch}", ways=a.ways,
+        budget=budget_on(device, samples), ceilings=known,
+    )  # fmt: skip
+    setup = {
+        "model": a.torch, "batch": batch, "precision": a.precision, "device": device, "ranks": 1, "image_size": size,
+        "classes": None, "torch": torch.__version__,
+    }  # fmt: skip
+    whole = rows[-1]["timings"]
+    step = {"eager": whole["step"], "graph": whole["graph_step"], "compute_only": None, "exposed_ms": 0.0}
+    step["images_per_s"] = batch / rows[-1]["ms"] * 1e3
+    nothing: dict[str, list] = {"warnings": [], "spans": [], "memory": []}
+    return result("layers", rows, setup=setup, ceilings=known, conventions=CONVENTIONS, step=step, **nothing)
+
+
+def load(spec: str) -> nn.Module:
+    """The module that ``spec`` names (`minidl.config.named`), or that the function of this name returns.
+
+    Raises:
+        ValueError: from `named`.
+        TypeError: when no torch.nn.Module is found there.
+    """
+    found = named("--torch", spec)
+    if callable(found) and not isinstance(found, nn.Module):
+        try:
+            found = found()
+        except TypeError as error:
+            remedy = "name a function that takes no arguments"
+            raise TypeError(f"--torch {spec}: calling it failed ({error}); {remedy}") from error
+    if not isinstance(found, nn.Module):
+        raise checks.bad_dtype(
+            "--torch", spec, "a torch.nn.Module, or a function that returns one", checks.describe(found)
+        )
+    return found

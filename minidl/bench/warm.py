@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import NamedTuple
+from functools import partial
 
 from minidl import checks, models
 from minidl.bench.setup import PRECISIONS, Setup, add_images
 from minidl.bench.step import TrainingStep
-from minidl.cuda import nvrtc
+from minidl.cuda import ahead, nvrtc
+from minidl.cuda.ahead import Built
 from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
-from minidl.cuda.launch import dry_run
 from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
-
-Variant = tuple[str, tuple[tuple[str, int | str], ...]]
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -56,15 +54,6 @@ def run(a: argparse.Namespace) -> int:
     return 0
 
 
-class Built(NamedTuple):
-    """Kernels of a step, those of them that the cache lacked, seconds to find and to compile them."""
-
-    kernels: int
-    missing: int
-    walk_s: float
-    compile_s: float
-
-
 def compile_ahead(
     graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord, processes: int | None = None
 ) -> Built:
@@ -73,31 +62,19 @@ def compile_ahead(
     Args:
         batch: samples of each GPU.
         fusion: as `minidl.fusion.fuse` takes it.
-        device: to compile for; it need not be there.
-        processes: that compile; default: one for each core.
+        device, processes: as `minidl.cuda.ahead.compile_ahead` takes them.
     """
-    started = time.perf_counter()
-    kernels = kernels_of(graph, batch, precision, fusion, device)
-    walked = time.perf_counter()
-    arch = nvrtc.target(device.arch)
-    missing = [kernel for kernel in kernels if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
-    nvrtc.compile_all(missing, arch, processes)
-    return Built(len(kernels), len(missing), walked - started, time.perf_counter() - walked)
+    return ahead.compile_ahead(partial(walk, graph, batch, precision, fusion), device, processes)
 
 
-def kernels_of(graph: Graph, batch: int, precision: str, fusion: str, device: DeviceRecord) -> list[Variant]:
-    """Every kernel of a training step and of an evaluation, as `minidl.cuda.nvrtc.compile_all` takes them.
-
-    Found by walking them on shapes: needs no GPU.
-    """
-    with dry_run(device) as log:
-        step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
-        for how in PLANS if fusion == "adaptive" else (fusion,):  # one of these, or between them
-            fuse(step.model, how)
-            step()
-        step.model.eval()
-        step.model.forward(step.x)
-    return log.variants
+def walk(graph: Graph, batch: int, precision: str, fusion: str) -> None:
+    """A training step and an evaluation, for a dry run to see."""
+    step = TrainingStep(blank(graph), batch=batch, device="cuda", precision=precision)
+    for how in PLANS if fusion == "adaptive" else (fusion,):  # one of these, or between them
+        fuse(step.model, how)
+        step()
+    step.model.eval()
+    step.model.forward(step.x)
 
 
 def this_gpu() -> DeviceRecord:

@@ -21,7 +21,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from minidl import checks
+from minidl import cache, checks
 from minidl.cuda.compiler import Library, Process
 
 Defines = Mapping[str, int | str]
@@ -184,14 +184,12 @@ _temporary: tempfile.TemporaryDirectory | None = None
 
 
 def cache_directory() -> Path:
-    """Where compiled kernels are kept: $MINIDL_CACHE, else $XDG_CACHE_HOME/minidl, else ~/.cache/minidl.
+    """Where compiled kernels are kept: `minidl.cache.folder`.
 
     Where that cannot be written, a directory that lives as long as the process, with one warning.
     """
     global _temporary
-    chosen = os.environ.get("MINIDL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    path = Path(chosen) if chosen else Path(base) / "minidl"
+    path = cache.folder()
     try:
         path.mkdir(parents=True, exist_ok=True)
         if os.access(path, os.W_OK | os.X_OK):

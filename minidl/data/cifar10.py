@@ -18,6 +18,8 @@ _FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_
 _AUGMENT = Compose(RandomCrop(4), RandomHorizontalFlip())  # He et al., "Deep residual learning", 2015, section 4.2
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
 
+_CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
 
 def _read(path: Path) -> tuple[np.ndarray, np.ndarray]:
     """Images (records, 32, 32, 3) uint8 and labels (records,) int32 of one file."""
@@ -61,4 +63,5 @@ def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
         folder /= _FOLDER
     parts = [_read(folder / name) for name in _FILES[split]]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD, augment=_AUGMENT)
+    options = {"classes": _CLASSES, "augment": _AUGMENT}
+    return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD, **options)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,9 +21,10 @@ class Dataset(Protocol):
     [0, 1]. A label is an integer, or an integer array (height, width) with one class for each pixel. All images have
     one shape and dtype. ``dataset[i]`` is called from several threads at a time when the loader has several workers.
 
-    Optional attributes: ``num_classes``; ``mean`` and ``std``, one number per channel, for images scaled to [0, 1];
-    ``augment``, the augmentation customary for training; ``take(indices) -> (images, labels)``, which fetches many
-    items at once; ``fingerprint``, a text that is the same on ranks with the same items.
+    Optional attributes: ``num_classes``; ``classes``, their names, for predictions; ``mean`` and ``std``, one number
+    per channel, for images scaled to [0, 1]; ``augment``, the augmentation customary for training; ``take(indices) ->
+    (images, labels)``, which fetches many items at once; ``fingerprint``, a text that is the same on ranks with the
+    same items.
     """
 
     def __len__(self) -> int: ...
@@ -40,6 +41,7 @@ class ArrayDataset:
         num_classes: how many classes the labels may name.
         mean, std: of each channel, for images scaled to [0, 1]; a `Loader` normalises by them.
         augment: the augmentation customary for training; applied by a loader that is given it.
+        classes: names of the classes, for predictions.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class ArrayDataset:
         mean: tuple[float, ...] | None = None,
         std: tuple[float, ...] | None = None,
         augment: Augmentation | None = None,
+        classes: Sequence[str] | None = None,
     ):
         images, labels = np.asarray(images), np.asarray(labels)
         if images.ndim != 4:
@@ -63,7 +66,9 @@ class ArrayDataset:
         if labels.dtype.kind not in "iu":
             raise checks.bad_dtype("ArrayDataset", "labels", "integers", labels.dtype)
         self.images, self.labels, self.num_classes = images, labels, num_classes
-        self.mean, self.std, self.augment = mean, std, augment
+        if classes is not None and len(classes) != num_classes:
+            raise checks.bad_value("ArrayDataset", "classes", f"{num_classes} names", classes)
+        self.mean, self.std, self.augment, self.classes = mean, std, augment, classes
 
     def __len__(self) -> int:
         return len(self.images)
@@ -97,6 +102,11 @@ def register(name: str, files: str | None = None) -> Callable[[Factory], Factory
 def datasets() -> list[str]:
     """The names that :func:`dataset` knows."""
     return sorted(_FACTORIES)
+
+
+def needs_path(name: str) -> bool:
+    """Whether the data set of this name is read from files that have to be named."""
+    return _FACTORIES.get(name, (None, None))[1] is not None
 
 
 def dataset(name: str, path: str | Path | None = None, split: str = "train", **options: Any) -> Dataset:

@@ -16,14 +16,19 @@ from minidl.data.dataset import register
 
 Box = Callable[[int, int], tuple[float, float, float, float]]  # (width, height) -> left, top, right, bottom
 
-_SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 _FOLDERS = {"train": ("train",), "test": ("val", "valid", "validation", "test")}
 _MEAN, _STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's training images
 _MARGIN = 256 / 224  # shorter side before the centre is cut out, over the side that is: as in the papers on ImageNet
 
 
-def _pillow() -> Any:
-    with checks.needs("an image folder", "data"):
+def pillow() -> Any:
+    """The module that decodes.
+
+    Raises:
+        ImportError: Pillow is not installed.
+    """
+    with checks.needs("reading image files", "data"):
         from PIL import Image
     return Image
 
@@ -51,7 +56,7 @@ class ImageFolder:
         ImportError: Pillow is not installed.
     """
 
-    mean, std = _MEAN, _STD
+    mean, std, margin = _MEAN, _STD, _MARGIN
 
     def __init__(
         self,
@@ -61,7 +66,7 @@ class ImageFolder:
         classes: list[str] | None = None,
         augment: Augmentation | None = None,
     ):
-        self._pillow = _pillow()
+        self._pillow = pillow()
         self.root, self.size, self.augment = Path(root), checks.at_least("ImageFolder", "size", size, 1), augment
         if not self.root.is_dir():
             raise FileNotFoundError(f"image folder: there is no folder {root}")
@@ -72,7 +77,7 @@ class ImageFolder:
             raise ValueError(f"image folder: {self.root} has {checks.wording(strange[0])}, which is no class")
         self.files, numbers = [], []
         for number, name in enumerate(self.classes):
-            files = _images_under(self.root, name) if name in found else []
+            files = images_under(self.root, name) if name in found else []
             if not files and classes is None and len(found) > 1:
                 empty = checks.wording(str(self.root / name))
                 raise ValueError(f"image folder: {empty} has no images; remove the folder, which would be a class")
@@ -80,8 +85,8 @@ class ImageFolder:
             numbers += [number] * len(files)
         if not self.files:
             raise ValueError(
-                f"image folder: no images under {self.root}; expected {self.root / 'CLASS' / 'NAME'}{_SUFFIXES[2]} "
-                f"or another of {', '.join(_SUFFIXES)}"
+                f"image folder: no images under {self.root}; expected {self.root / 'CLASS' / 'NAME'}{SUFFIXES[2]} "
+                f"or another of {', '.join(SUFFIXES)}"
             )
         self.labels = np.array(numbers, np.int32)
         self.num_classes = len(self.classes)
@@ -109,7 +114,7 @@ class ImageFolder:
             with self._pillow.open(path) as image:
                 return image.size
         except (OSError, SyntaxError, self._pillow.DecompressionBombError) as error:
-            raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
+            raise ValueError(f"{path} cannot be decoded: {error}") from error
 
     def view(self, index: int, box: Box) -> tuple[np.ndarray, int]:
         """The part of an image that ``box`` names, scaled to (size, size, 3) uint8, and its label.
@@ -117,26 +122,50 @@ class ImageFolder:
         Raises:
             ValueError: naming the file, when it cannot be decoded.
         """
-        path, image_module = self.root / self.files[index], self._pillow
-        try:
-            with image_module.open(path) as image:
-                width, height = image.size
-                left, top, right, bottom = box(width, height)
-                # A JPEG is decoded at a half, a quarter or an eighth as long as the part keeps at least `size` pixels.
-                shrink = max(min(right - left, bottom - top) / self.size, 1.0)
-                image.draft("RGB", (max(int(width / shrink), 1), max(int(height / shrink), 1)))
-                x, y = image.size[0] / width, image.size[1] / height
-                part, target = (left * x, top * y, right * x, bottom * y), (self.size, self.size)
-                cut = _in_eight_bits(image).convert("RGB").resize(target, image_module.Resampling.BILINEAR, box=part)
-        except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
-            raise ValueError(f"image folder: {path} cannot be decoded: {error}") from error
-        return np.asarray(cut), int(self.labels[index])
+        cut = cut_out(self._pillow, self.root / self.files[index], box, (self.size, self.size))
+        return cut, int(self.labels[index])
 
     def centre(self, width: int, height: int) -> tuple[float, float, float, float]:
         """The box of an image in evaluation: the middle of a photograph of this size."""
-        side = min(width, height) / _MARGIN
-        left, top = (width - side) / 2, (height - side) / 2
-        return left, top, left + side, top + side
+        return centre(width, height, 1, 1, self.margin)
+
+
+def centre(width: int, height: int, rows: int, columns: int, margin: float = 1.0) -> tuple[float, float, float, float]:
+    """The middle of a photograph of ``width`` x ``height`` as a box of ``rows`` : ``columns``.
+
+    Args:
+        margin: the largest such box over the one that is taken.
+    """
+    unit = min(width / columns, height / rows) / margin
+    left, top = (width - columns * unit) / 2, (height - rows * unit) / 2
+    return left, top, left + columns * unit, top + rows * unit
+
+
+def cut_out(image_module: Any, path: Path, box: Box, size: tuple[int, int], mode: str = "RGB") -> np.ndarray:
+    """The part of a photograph that ``box`` names, scaled to ``size`` (height, width): uint8 (height, width, channels).
+
+    Args:
+        image_module: as `pillow` returns it.
+        mode: Pillow's name of what comes out: "RGB", or "L" of grey values.
+
+    Raises:
+        ValueError: naming the file, when it cannot be decoded.
+    """
+    rows, columns = size
+    try:
+        with image_module.open(path) as image:
+            width, height = image.size
+            left, top, right, bottom = box(width, height)
+            # A JPEG is decoded at a half, a quarter or an eighth as long as the part keeps at least `size` pixels.
+            shrink = max(min((right - left) / columns, (bottom - top) / rows), 1.0)
+            image.draft(mode, (max(int(width / shrink), 1), max(int(height / shrink), 1)))
+            x, y = image.size[0] / width, image.size[1] / height
+            part = (left * x, top * y, right * x, bottom * y)
+            pixels = _in_eight_bits(image).convert(mode)
+            cut = pixels.resize((columns, rows), image_module.Resampling.BILINEAR, box=part)
+    except (OSError, SyntaxError, ValueError, image_module.DecompressionBombError) as error:
+        raise ValueError(f"{path} cannot be decoded: {error}") from error
+    return np.asarray(cut).reshape(rows, columns, -1)
 
 
 def _in_eight_bits(image: Any) -> Any:
@@ -152,11 +181,12 @@ def _in_eight_bits(image: Any) -> Any:
     return image
 
 
-def _images_under(root: Path, name: str) -> list[str]:
+def images_under(root: Path, name: str = ".") -> list[str]:
+    """Paths, relative to ``root``, of the images in its folder ``name``, at any depth, in order."""
     found = []
     for folder, _, files in os.walk(root / name, followlinks=True):
         inside = os.path.relpath(folder, root)
-        found += [os.path.join(inside, file) for file in files if file.lower().endswith(_SUFFIXES)]
+        found += [os.path.join(inside, file) for file in files if file.lower().endswith(SUFFIXES)]
     return sorted(found)
 
 

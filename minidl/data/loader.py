@@ -136,6 +136,7 @@ class Loader:
         mean = getattr(dataset, "mean", None) if mean is None else mean
         std = getattr(dataset, "std", None) if std is None else std
         self._scale, self._shift = _affine(self._image, mean, std)
+        self._mean, self._std = ([float(v) for v in values] if values is not None else None for values in (mean, std))
         self._placed: tuple[Any, Any] | None = None  # the two where the images are normalised
 
     def __len__(self) -> int:
@@ -153,6 +154,17 @@ class Loader:
         files = f", files {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
         augmented = f"augment {checks.wording(self.augment)}, mix {self.mix}"
         return f"{self.state()}{files}, {augmented}, dtype {self.dtype}, {normal}"
+
+    def recipe(self) -> dict[str, Any]:
+        """How this loader makes inputs of images, and what the classes are called: JSON, for `minidl.predict`."""
+        classes = getattr(self.dataset, "classes", None)
+        return {
+            "shape": list(self._image.shape),
+            "margin": float(getattr(self.dataset, "margin", 1.0)),
+            "mean": self._mean,
+            "std": self._std,
+            "classes": None if classes is None else [str(name) for name in classes],
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Continue exactly where :meth:`state` was taken, in the middle of an epoch too.

@@ -18,6 +18,7 @@ from minidl import backend
 from minidl.dist.communicator import Communicator
 
 _LONG = 100  # letters
+_TOLD = OSError, ValueError, MemoryError, RuntimeError  # whose subclasses may not be made of words alone
 
 
 def require_same(comm: Communicator, what: str, entries: Sequence[str], remedy: str = "") -> None:
@@ -67,6 +68,28 @@ def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[
     if failed:
         raise RuntimeError(f"{what} failed: {by_value(failed.values(), failed)}") from cause
     return [value for value, _ in outcomes]
+
+
+def on_rank_0(comm: Communicator, action: Callable[[], Any]) -> Any:
+    """What ``action`` gives on rank 0, for every rank: files, caches and clocks are asked once; a collective.
+
+    Raises:
+        OSError, ValueError, MemoryError, RuntimeError: on every rank, with rank 0's words, when ``action`` raised one
+            there, for the others are waiting.
+    """
+    if comm.size == 1:
+        return action()
+    value, problem, cause = None, None, None
+    if comm.rank == 0:
+        try:
+            value = action()
+        except _TOLD as error:
+            problem, cause = (next(kind for kind in _TOLD if isinstance(error, kind)), str(error)), error
+    value, problem = comm.share((value, problem))[0]
+    if problem is not None:
+        kind, words = problem
+        raise kind(words) from cause
+    return value
 
 
 def rank_list(ranks: Iterable[int]) -> str:

@@ -8,7 +8,7 @@ from types import ModuleType
 
 from minidl import checks
 from minidl.cuda.device import DeviceRecord, current_device
-from minidl.dist.communicator import Communicator
+from minidl.dist.agree import on_rank_0
 from minidl.fusion import kept
 from minidl.fusion.clock import Clock, DeviceClock
 from minidl.fusion.cost import Machine, heuristic
@@ -50,7 +50,7 @@ def fuse(
         OSError: a file that cannot be read.
     """
     sites = find_sites(model.graph)
-    plan = _of_rank_0(
+    plan = on_rank_0(
         model.comm,
         lambda: plan_for(model.graph, model.ops, model.precision, how, batch=batch, clock=clock, progress=progress),
     )
@@ -135,23 +135,6 @@ def plan_for(
         plan = tune(graph, batch, precision, machine_of(ops), clock, setting=setting, progress=progress)
         progress(f"kept in {kept.keep(plan, path)}")
     return plan
-
-
-def _of_rank_0(comm: Communicator, find: Callable[[], Plan]) -> Plan:
-    """Rank 0's plan; where it finds none, its error on every rank."""
-    if comm.size == 1:
-        return find()
-    plan, problem = None, None
-    if comm.rank == 0:
-        try:
-            plan = find().record()
-        except Exception as error:  # whatever a kernel raises: the others are waiting
-            problem = OSError if isinstance(error, OSError) else ValueError, str(error)
-    plan, problem = comm.share((plan, problem))[0]
-    if problem is not None:
-        kind, words = problem
-        raise kind(words)
-    return Plan.of(plan)
 
 
 def _load(how: str | Path) -> Plan:

@@ -31,20 +31,22 @@ from minidl.profile.tables import show
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """Options of ``minidl fuse``."""
     p.add_argument("--model", default="resnet50", help=models.CHOICES)
-    p.add_argument("--batch", type=int, default=32, help="samples of each rank")
+    p.add_argument("--batch", type=int, default=32, help="samples per rank")
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
-    p.add_argument("--classes", type=int, help="default: usual for the network")
+    p.add_argument("--classes", type=int, help="number of classes; default: usual for the network")
     p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
-    p.add_argument("--plan", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or the path of a plan")
-    p.add_argument("--tune", action="store_true", help="measure on this machine, and keep the plan for --plan adaptive")
-    p.add_argument("--explain", action="store_true", help="tell of every way of every batch norm")
+    p.add_argument("--plan", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a plan file")
+    p.add_argument("--tune", action="store_true", help="measure on this machine and keep the plan for --plan adaptive")
+    p.add_argument("--explain", action="store_true", help="explain every option of every batch norm")
     p.add_argument(
         "--device", default="auto", choices=["auto", "cpu", *BUILT_IN],
-        help="to plan for; auto: this machine's GPU, else an H200; names need no GPU",
+        help="GPU to plan for; auto: this machine's, else an H200; a named one need not be here",
     )  # fmt: skip
-    p.add_argument("--copy-gb-per-s", type=float, help="memory bandwidth, to tell milliseconds")
-    p.add_argument("--map", metavar="PICTURE", help="measure the best way over sizes and channels, and draw it instead")
-    p.add_argument("--json", metavar="PATH", help="write the plan here; with --map its rows")
+    p.add_argument("--copy-gb-per-s", type=float, help="memory bandwidth, to predict milliseconds")
+    p.add_argument(
+        "--map", metavar="PICTURE", help="measure the best option over sizes and channels, and plot that instead"
+    )
+    p.add_argument("--json", metavar="PATH", help="write the plan here, or the rows of --map")
 
 
 def run(a: argparse.Namespace) -> int:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-import re
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from minidl import cache
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.device import current_device, import_cupy
@@ -28,7 +28,7 @@ def setting(ops: ModuleType, precision: Precision, batch: int | None) -> dict[st
 def path_of(ops: ModuleType, setting: dict[str, Any], fingerprint: str) -> Path:
     """Where the plan for a network and a setting is kept; another driver or other kernels have another place."""
     words = f"{setting['device']} {setting['precision']} b{setting['batch']} {fingerprint} {_software(ops)}"
-    return nvrtc.cache_directory() / "fusion" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+    return cache.folder() / "fusion" / cache.file_name(words)
 
 
 def _software(ops: ModuleType) -> str:

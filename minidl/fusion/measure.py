@@ -13,9 +13,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from minidl.backend import get_ops
-from minidl.cuda import nvrtc
-from minidl.cuda.device import current_device
-from minidl.cuda.launch import dry_run
+from minidl.cuda import ahead
 from minidl.fusion.chain import Term
 from minidl.fusion.clock import Clock
 from minidl.fusion.contest import Whole, can_run_alone
@@ -169,16 +167,14 @@ class _Walking:
         return [Timing((1.0, 1.0))] * len(variants)
 
 
-def compile_ahead(graph: Graph, batch: int, precision: Precision, found: Sequence[Group]) -> int:
-    """Compile what `measure` will launch on the current GPU, on all cores; how many kernels were not there yet."""
-    device = current_device()
-    with dry_run(device) as log:
+def compile_ahead(graph: Graph, batch: int, precision: Precision, found: Sequence[Group]) -> None:
+    """Compile what `measure` will launch on the current GPU, on all cores."""
+
+    def walk() -> None:
         measure(graph, batch, found, _Walking(get_ops("cuda"), precision))
         if can_run_alone(graph):
             network, sites = Whole(graph, batch, get_ops("cuda"), precision), find_sites(graph)
             for how in PLANS:
                 network(modes_on(sites, choose(sites, how)))
-    arch = nvrtc.target(device.arch)
-    missing = [kernel for kernel in log.variants if not nvrtc.is_built(kernel[0], arch, dict(kernel[1]))]
-    nvrtc.compile_all(missing, arch)
-    return len(missing)
+
+    ahead.compile_ahead(walk)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from minidl.fusion.plans import set_modes
@@ -39,7 +39,7 @@ from minidl.layers import (
 from minidl.precision import Precision
 from minidl.profile.inputs import noise
 from minidl.profile.timing import input_sets
-from minidl.store import tensor_key
+from minidl.store import LastPass, TensorStore
 from minidl.value import Value, addend, finished, materialize
 
 # And no kinds of these, which may talk to other ranks.
@@ -114,25 +114,6 @@ def _read_outside(graph: Graph, node: Node, readers: list[list[int]], place: Map
     return node is graph.output_node or any(i not in place for i in readers[node.index])
 
 
-class _Frames:
-    """A store of one forward pass: what each layer saved last, which may be taken again and again."""
-
-    def __init__(self) -> None:
-        self.saved: dict[str, dict[str, Any]] = {}
-
-    def save(self, owner: str, items: Mapping[str, Any]) -> None:
-        self.saved[owner] = dict(items)
-
-    def take(self, owner: str) -> SimpleNamespace:
-        return SimpleNamespace(**self.saved[owner])
-
-    def run(self, layer: Layer, inputs: tuple[Any, ...]) -> Any:
-        return layer.compute(*inputs)
-
-    def forget(self, owner: str) -> None:
-        pass
-
-
 class Piece:
     """A cut on a device, with as many sets of operands as exceed the cache.
 
@@ -142,11 +123,10 @@ class Piece:
 
     def __init__(self, cut: Cut, ops: ModuleType, precision: Precision, cache_bytes: int):
         self.cut, self.ops = cut, ops
-        self._frames = _Frames()
         self.layers = [twin(member.layer) for member in cut.members]
         for layer in self.layers:
-            layer.store = self._frames
             layer.to(ops.name, precision.name)
+        self._use(LastPass())
         storage = precision.storage
         moved = storage.itemsize * sum(map(prod, (*cut.operands, *(m.shape for m in cut.members))))
         self.sets = min(input_sets(moved, cache_bytes), _MOST_SETS) if ops.name == "cuda" else 1
@@ -174,17 +154,22 @@ class Piece:
             return [partial(self._in, on, partial(self.forward, i)) for i in range(self.sets)]
         calls = []
         for i in range(self.sets):
-            self._frames.saved = {}
+            store = self._use(LastPass())
             self._in(on, partial(self.forward, i))
-            calls.append(partial(self._in, on, partial(self.backward, i, self._frames.saved)))
+            calls.append(partial(self._in, on, partial(self.backward, i, store)))
         return calls
+
+    def _use(self, store: TensorStore) -> TensorStore:
+        """Let all layers save into this store, and take from it."""
+        for layer in self.layers:
+            layer.store = store
+        return store
 
     def saved_bytes(self, on: Set[tuple[str, str]]) -> int:
         """Bytes of the distinct tensors that the layers keep for the backward pass."""
-        self._frames.saved = {}
+        store = self._use(LastPass())
         self._in(on, partial(self.forward, 0))
-        kept = [item for frame in self._frames.saved.values() for item in frame.values() if hasattr(item, "strides")]
-        return sum({tensor_key(array): array.nbytes for array in kept}.values())
+        return store.saved_bytes
 
     def _in(self, on: Set[tuple[str, str]], work: Callable[[], Any]) -> Any:
         """``work`` with exactly these modes."""
@@ -206,9 +191,10 @@ class Piece:
             if member.outside
         ]
 
-    def backward(self, i: int, frames: dict[str, dict[str, Any]]) -> list[Any]:
-        """Back through a forward pass on the i-th operands; what the convolutions at the lower end are given."""
-        self._frames.saved = frames
+    def backward(self, i: int, store: TensorStore) -> list[Any]:
+        """Back through the forward pass on the i-th operands that saved into ``store``; what the convolutions at the
+        lower end are given."""
+        self._use(store)
         grads = list(self._gradients[i])
         for at in reversed(range(len(self.layers))):
             member, layer = self.cut.members[at], self.layers[at]

@@ -27,6 +27,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.precision import Precision
 from minidl.profile import PassCost
+from minidl.profile.cost import PASSES
 
 
 def record(
@@ -242,16 +243,12 @@ def _what(memory: Memory, owner: str, given: bool, watcher: Watcher) -> str:
 def _steps(watcher: Watcher, model: Model, loss: SoftmaxCrossEntropy, optimizer: SGD, batch: int) -> list[Step]:
     """The passes with their workspaces and model work; a second span of one pass gets what its operands weigh."""
     itemsize = model.precision.storage.itemsize
-    shapes = model.graph.shapes((batch, *model.graph.nodes[0].shape))
     costs: dict[tuple[str, str], PassCost] = {}
     kinds: dict[str, tuple[str, bool]] = {}
-    for node in model.graph.nodes:
-        if node.layer is not None:
-            cost = node.layer.cost(*(shapes[i] for i in node.inputs), itemsize=itemsize)
-            kinds[node.name] = type(node.layer).__name__, any(spec.product for spec in node.layer.specs)
-            for pass_name in ("forward", "backward_weight", "backward_data"):
-                costs[node.name, pass_name] = getattr(cost, pass_name)
-    cost = loss.cost(shapes[model.output_node.index], itemsize)
+    for node, cost in model.graph.costs(batch, itemsize):
+        kinds[node.name] = type(node.layer).__name__, any(spec.product for spec in node.layer.specs)
+        costs |= {(node.name, pass_name): getattr(cost, pass_name) for pass_name in PASSES}
+    cost = loss.cost((batch, *model.output_node.shape), itemsize)
     costs |= {("loss", "forward"): cost.forward, ("loss", "backward_data"): cost.backward_data}
     costs["optimizer", "update"] = optimizer.cost()
     shared = {  # by as many spans: updates, gradients of weights in tiles

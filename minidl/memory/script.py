@@ -23,6 +23,7 @@ from minidl.memory.watch import Watcher, root
 from minidl.shapes import round_up
 
 _HOST_ALIGN = 4096
+_ATTEMPTS = 8
 _CLOSE = 64  # a limit less than this part below another is not looked between
 
 
@@ -284,7 +285,7 @@ def _on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
     return offsets, total
 
 
-def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan], attempts: int = 8) -> Script:
+def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan]) -> Script:
     """The script of a plan whose arena and all beside it stay within ``capacity`` bytes.
 
     Alignment and holes between pieces take a little more than the plan counts; the limit given to the planner is
@@ -295,7 +296,7 @@ def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan],
         Infeasible: from the planner, when one step alone exceeds what is left.
     """
     target, floor, failed = capacity, None, None
-    for attempt in range(attempts):
+    for attempt in range(_ATTEMPTS):
         try:
             plan = plan_for(target)
         except Infeasible as error:

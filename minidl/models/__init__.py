@@ -41,7 +41,17 @@ MODELS: dict[str, Callable[..., Graph]] = {
     )
 }  # fmt: skip
 
-__all__ = ["CHOICES", "MODELS", "build", "by_rows", "depthwise_separable", "squeeze_excitation", "usual_task", *MODELS]
+__all__ = [
+    "CHOICES",
+    "MODELS",
+    "build",
+    "by_rows",
+    "depthwise_separable",
+    "parse_options",
+    "squeeze_excitation",
+    "usual_task",
+    *MODELS,
+]
 
 CHOICES = f"one of {', '.join(sorted(MODELS))}, or MODULE:FUNCTION of your own"
 _USUAL = {"image_shape": (224, 224, 3), "num_classes": 1000}  # where a function of the user's does not say
@@ -108,3 +118,20 @@ def build(
     for layer in norms:
         layer.sync = layer.sync or True
     return graph
+
+
+def parse_options(text: str | None) -> dict[str, int | float]:
+    """Arguments of a network from ``"width=16 depth=3"``, as ``--model-options`` takes them.
+
+    Raises:
+        ValueError: for anything but NAME=NUMBER words.
+    """
+    options: dict[str, int | float] = {}
+    for word in (text or "").split():
+        name, _, value = word.partition("=")
+        try:
+            options[name] = int(value) if value.lstrip("-").isdecimal() else float(value)
+        except ValueError as error:
+            expected = "NAME=NUMBER words, such as 'width=16 depth=3'"
+            raise checks.bad_value("--model-options", "text", expected, text) from error
+    return options

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 from minidl import checks
 from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
@@ -21,8 +19,6 @@ from minidl.layers import (
     RowParallelConv2d,
 )
 from minidl.layers.row_plan import share
-from minidl.random import RandomCounter
-from minidl.store import TensorStore
 
 _SAME_ROWS = (Add, Concat, ReLU)
 
@@ -65,13 +61,13 @@ def _for_rows(layer: Layer, height: int, out: tuple[int, ...], group: Communicat
     if type(layer) is Conv2d:
         return _convolution(layer, height, group)
     if isinstance(layer, BatchNorm2d):
-        new = like(layer)
+        new = layer.unbound()
         new.sync = layer.sync or group
         return new
     if isinstance(layer, (MaxPool2d, AvgPool2d, ConvTranspose2d)) and _on_one_rank(layer, height, out[0], group.size):
-        return like(layer)
+        return layer.unbound()
     if type(layer) in _SAME_ROWS or (isinstance(layer, Pad) and out[0] == height and layer.padding[2:] == (0, 0)):
-        return like(layer)
+        return layer.unbound()
     remedy = "the image's height must divide by the ranks and by all strides, and no layer may mix rows far apart"
     raise checks.bad_value(layer.name, "rows", f"such that {group.size} ranks can share them", repr(layer), remedy)
 
@@ -79,7 +75,7 @@ def _for_rows(layer: Layer, height: int, out: tuple[int, ...], group: Communicat
 def _convolution(layer: Conv2d, height: int, group: Communicator) -> Layer:
     axis = layer.kernel_size[0], layer.stride[0], layer.padding[0]
     if axis == (1, 1, 0):
-        return like(layer)  # each row by itself
+        return layer.unbound()  # each row by itself
     new = RowParallelConv2d(
         layer.in_channels, layer.out_channels, layer.kernel_size, **layer.geometry, height=height, group=group,
         name=layer.name,
@@ -99,10 +95,3 @@ def _on_one_rank(layer: Layer, height: int, out: int, ranks: int) -> bool:
         and few * stride == many
         and all(share(few, ranks, i).begin * stride == share(many, ranks, i).begin for i in range(ranks))
     )
-
-
-def like(layer: Layer) -> Layer:
-    """A layer of the same kind, of no graph and no model, that shares nothing with ``layer`` that changes."""
-    new = copy.copy(layer)
-    new.buffers, new.store, new.random = {}, TensorStore(), RandomCounter()
-    return new

@@ -4,15 +4,13 @@
     for what, figure, how in describe(record): ...
 
 All ranks measure at the same time, as they compute at the same time in training, and the slowest rank's figures count.
-Records are files in the folder ``ceilings`` of minidl's cache ($MINIDL_CACHE, else $XDG_CACHE_HOME/minidl, else
-~/.cache/minidl), one for each machine, device and number of ranks. Without a usable cache they are measured each time.
+Records are files in the folder ``ceilings`` of `minidl.cache`, one for each machine, device and number of ranks.
+Without a usable cache they are measured each time.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -23,7 +21,9 @@ from typing import Any
 
 import numpy as np
 
+from minidl import cache
 from minidl.dist import SOLO, Communicator
+from minidl.dist.agree import on_rank_0
 from minidl.dist.threads import available_cores
 from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_name, machine_record, rounded, write
@@ -90,7 +90,7 @@ def find(
 def kept(ops: ModuleType, comm: Communicator = SOLO) -> Record | None:
     """What `find` kept earlier, if it did; a collective."""
     who = identity(ops, comm)
-    return comm.share(load(cache_path(who), who) if comm.rank == 0 else None)[0]
+    return on_rank_0(comm, lambda: cache.load(cache_path(who), who))
 
 
 def slowest(records: Sequence[Record]) -> Record:
@@ -131,28 +131,14 @@ def _threads() -> int:
     return max(1, int(chosen)) if chosen.isdigit() else len(available_cores())
 
 
-def cache_path(identity: Record) -> Path:
-    """Where the record of a machine, device and number of ranks is kept."""
-    chosen = os.environ.get("MINIDL_CACHE")
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+def cache_path(identity: Record, kind: str = "ceilings", more: str = "") -> Path:
+    """Where the record of a machine, device and number of ranks is kept; ``more`` words for what else it depends on."""
     words = [identity["machine"], identity["device"], f"{identity['ranks']} ranks"]
     if identity["ranks_per_host"] != identity["ranks"]:
         words.append(f"{identity['ranks_per_host']} per host")
     if identity["threads"]:
         words.append(f"{identity['threads']} threads")
-    name = re.sub(r"[^a-z0-9]+", "-", " ".join(words).lower()).strip("-")
-    return (Path(chosen) if chosen else Path(base) / "minidl") / "ceilings" / f"{name}.json"
-
-
-def load(path: Path, identity: Record) -> Record | None:
-    """The record at ``path``; None when there is none, it is damaged, or it is another's."""
-    try:
-        record = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
-    if not isinstance(record, dict) or any(record.get(key) != value for key, value in identity.items()):
-        return None
-    return record
+    return cache.folder() / kind / cache.file_name(" ".join([*words, more]))
 
 
 # -- the processor ----------------------------------------------------------------------------------------------------

@@ -27,6 +27,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+PASSES = ("forward", "backward_data", "backward_weight")
+
 
 @dataclass(frozen=True)
 class PassCost:

@@ -7,7 +7,7 @@ itself; on a GPU convolutions and memory-bound passes in turn, as between them t
 ones are best beside products, a few megabytes beside the others), replayed as a CUDA graph like a compiled step: a
 host that launches such short kernels one by one would set the pace, and messages would seem to cost nothing.
 `minidl tune comm` measures, `Model` reads what was kept for this machine, engine and number of ranks. Records are files
-in the folder ``grouping`` beside that of the ceilings (`minidl.profile.ceilings`).
+in the folder ``grouping`` of `minidl.cache`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from minidl import checks
+from minidl import cache, checks
 from minidl.dist import Communicator
+from minidl.dist.agree import on_rank_0
 from minidl.dist.communicator import by_kernels, capturable, place
 from minidl.precision import bfloat16
 from minidl.profile import ceilings
@@ -65,7 +67,7 @@ def group_bytes(ops: ModuleType, comm: Communicator) -> int:
 def kept(ops: ModuleType, comm: Communicator) -> Record | None:
     """What `tune` kept earlier, if it did; a collective."""
     identity = _identity(ops, comm)
-    return comm.share(ceilings.load(_path(identity), identity) if comm.rank == 0 else None)[0]
+    return on_rank_0(comm, lambda: cache.load(_path(identity), identity))
 
 
 def tune(ops: ModuleType, comm: Communicator, progress: Callable[[str], None] | None = None) -> tuple[Record, str]:
@@ -217,6 +219,5 @@ def _identity(ops: ModuleType, comm: Communicator) -> Record:
     return ceilings.identity(ops, comm) | {"version": _VERSION, "engine": engine}
 
 
-def _path(identity: Record) -> Any:
-    path = ceilings.cache_path(identity)
-    return path.parents[1] / "grouping" / f"{path.stem}-{identity['engine']}.json"
+def _path(identity: Record) -> Path:
+    return ceilings.cache_path(identity, "grouping", identity["engine"])

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from minidl.profile.cost import PASSES
 from minidl.profile.results import Row, machine_name
 
-COMPUTE = ("forward", "backward_data", "backward_weight", "update")
+COMPUTE = (*PASSES, "update")
 WAYS = {
     "graph_step": "within the captured step",
     "step": "within the eager step",

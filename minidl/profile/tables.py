@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Container, Sequence
-from typing import TextIO
 
 Cells = Sequence[Sequence[str]]
 
 
-def show(
-    title: str, columns: Sequence[str], rows: Cells, *, notes: Sequence[str] = (), file: TextIO | None = None
-) -> None:
+def show(title: str, columns: Sequence[str], rows: Cells, *, notes: Sequence[str] = ()) -> None:
     """Print a table: the first column to the left, numbers to the right, nothing cut off where it is piped."""
-    file = file or sys.stdout
-    if not file.isatty() or not _by_rich(title, columns, rows, file):
-        print(plain(title, columns, rows), file=file)
+    if not sys.stdout.isatty() or not _by_rich(title, columns, rows):
+        print(plain(title, columns, rows))
     for note in notes:
-        print(note, file=file)
-    file.flush()
+        print(note)
+    sys.stdout.flush()
 
 
-def _by_rich(title: str, columns: Sequence[str], rows: Cells, file: TextIO) -> bool:
+def _by_rich(title: str, columns: Sequence[str], rows: Cells) -> bool:
     try:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
         return False
-    console = Console(file=file)
+    console = Console()
     if len(max(plain("", columns, rows).splitlines(), key=len)) > console.width:
         return False  # names cut to three letters say nothing
     table = Table(title=title, box=None, header_style="bold", title_justify="left")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import ModuleType
 
 from minidl.dist import Communicator
+from minidl.dist.agree import on_rank_0
 
 
 def settle(ops: ModuleType, comm: Communicator) -> str:
@@ -20,17 +21,7 @@ def settle(ops: ModuleType, comm: Communicator) -> str:
         return "none"
     from minidl.cuda.convolution import conv2d_tuned as tuned
 
-    if comm.size == 1:
-        return tuned.current().digest
-    record, problem = {}, ""
-    if comm.rank == 0:
-        try:
-            record = tuned.current().record
-        except ValueError as error:
-            problem = str(error)
-    record, problem = comm.share((record, problem))[0]
-    if problem:
-        raise ValueError(problem)
+    record = on_rank_0(comm, lambda: tuned.current().record)
     if comm.rank > 0:
         tuned.install(tuned.Table.of(record) if record else tuned.NOTHING)
     return tuned.current().digest

@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minidl import checks
+from minidl.profile.cost import PASSES
 from minidl.profile.results import Row
 from minidl.profile.runs import FAMILIES, NotInFile, Run, runs
 
-PASSES = ("forward", "backward_data", "backward_weight")
 _SHORT = {"forward": "fwd", "backward_data": "bwd-data", "backward_weight": "bwd-weight", "all_reduce": "all-reduce"}
 _WAYS = ("replayed", "cold", "hot", "step", "graph_step")
 _NONE = "-"

@@ -25,7 +25,6 @@ from minidl import checks
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
 from minidl.layers import Add, BatchNorm2d, Conv2d, ConvTranspose2d, Linear
-from minidl.models.rows import like
 from minidl.sparse.channels import Channels, by_channels, depthwise, mixes, zero_channels
 
 
@@ -212,7 +211,7 @@ def _smaller(layer: Layer, into: int, out: int) -> Layer:
         if type(layer) is ConvTranspose2d:
             geometry["output_padding"] = layer.output_padding
         return type(layer)(into, out, layer.kernel_size, **geometry, **options)
-    new = like(layer)
+    new = layer.unbound()
     if isinstance(layer, BatchNorm2d):
         new.num_features = out
         new.specs = [replace(spec, shape=(out,)) for spec in layer.specs]

@@ -14,7 +14,6 @@ import functools
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -22,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from minidl import checks
+from minidl import cache, checks
 from minidl.cuda import nvrtc, prepared
 from minidl.cuda.convolution.conv2d_family import Choice, Question, forced_kernel
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -159,7 +158,7 @@ def table_path() -> Path:
     """Where `minidl tune conv` keeps the table of this GPU, driver and version."""
     who = identity()
     words = f"conv2d {who['gpu']} cuda {who['driver']} {who['kernels']}"
-    return nvrtc.cache_directory() / "tuned" / f"{re.sub(r'[^a-z0-9]+', '-', words.lower()).strip('-')}.json"
+    return nvrtc.cache_directory() / "tuned" / cache.file_name(words)
 
 
 # -- rows -------------------------------------------------------------------------------------------------------------

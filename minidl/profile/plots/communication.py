@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from minidl.profile import cost
 from minidl.profile.plots import labels, style
 from minidl.profile.plots.roofline import marker_area
 from minidl.profile.plots.style import INK, PASSES, SHAPES, halo, milliseconds, rate
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
 
 _NAMED = 5
-_OWN = ("forward", "backward_data", "backward_weight")
 _TINT = "#fbeee6"
 _SHOWN = 20.0  # the diagonal is seen from this factor under its end at least
 
@@ -87,7 +87,7 @@ def _messages(run: Run) -> list[_Message]:
     own: dict[tuple[str, str], list[Row]] = {}
     shared: dict[tuple[str, str], list[Row]] = {}
     for row in run.rows:
-        if row["pass"] in _OWN and row.get("layer"):
+        if row["pass"] in cost.PASSES and row.get("layer"):
             own.setdefault((row["case"], row["layer"]), []).append(row)
         elif row["pass"] == "all_reduce" and row.get("wire_bytes"):
             shared.setdefault((row["case"], row.get("in") or row["layer"]), []).append(row)
