@@ -117,7 +117,7 @@ def test_the_family_has_no_data_gradient():
 
 
 def _length(defines):
-    """Values of a row in shared memory, as stem.cuh works them out."""
+    """Values of a row in shared memory, as conv2d_stem.cuh works them out."""
     window, step = defines["KERNEL_W"] * defines["CHANNELS"], defines["STRIDE_W"] * defines["CHANNELS"]
     if "TILE_M" in defines and defines["WARPGROUP"]:
         window = -(-defines["KERNEL_W"] // defines["STRIDE_W"]) * step

@@ -70,9 +70,9 @@ HALO_CASES = [case for case in CASES if hopper.halo(plan_of(case)) is not None]
 
 
 def _needs_hopper(ops):
-    from minidl.cuda.device import current_device
+    from minidl.cuda.device import HOPPER, current_device
 
-    if current_device().arch != hopper.ARCH:
+    if current_device().arch != HOPPER:
         pytest.skip("needs compute capability 9.0")
     return ops
 

@@ -111,7 +111,7 @@ def test_every_block_has_a_step():
             continue
         forced = tile, hopper.Division(parts, cluster, shared)
         pitches = conv.channels, conv.out_channels
-        planned = hopper.plan(conv, int(not tf32), pitches, 4, False, forced, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), pitches, False, forced, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         tiles = int(planned.problem["tiles_m"][0] * planned.problem["tiles_n"][0]) * conv.groups
         together = 1 if tile is hopper.HALO else int(planned.problem["shared"][0])
@@ -150,7 +150,7 @@ def test_large_products_keep_the_multiprocessors_busy():
         pad = (kernel // 2,) * 2
         w = filters, kernel, kernel, channels
         conv = convolution("test", (128, size, size, channels), w, (1, 1), pad, (1, 1), 1)
-        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), False, tf32=tf32)
         steps, chunks = (int(planned.problem[name][0]) for name in ("steps", "chunks"))
         if planned.stem == "conv2d_weight_hopper":
             steps *= int(planned.problem["shared"][0])  # of all tiles that blocks share
@@ -162,7 +162,7 @@ def test_blocks_in_either_order_have_every_tile_and_neighbours_share_the_larger_
     for (filters, channels), division in itertools.product(((256, 128), (128, 256)), ((2, 1), (1, 2))):
         conv = convolution("test", (8, 28, 28, channels), (filters, 1, 1, channels), (1, 1), (0, 0), (1, 1), 1)
         forced = hopper.TILES[-1], hopper.Division(*division)
-        problem = hopper.plan(conv, 1, (channels, filters), 4, False, forced).problem[0]
+        problem = hopper.plan(conv, 1, (channels, filters), False, forced).problem[0]
         down, across, turn_m, turn_n = (int(problem[name]) for name in ("tiles_m", "tiles_n", "turn_m", "turn_n"))
         tiles = [(i // turn_m % down, i // turn_n % across) for i in range(down * across)]
         assert len(set(tiles)) == down * across == filters * channels // 64**2
@@ -176,12 +176,12 @@ def test_partial_sums_hold_little_more_than_the_gradient():
     for filters, channels, kernel, tf32 in sizes:
         w, pad = (filters, kernel, kernel, channels), (kernel // 2,) * 2
         conv = convolution("test", (16, 32, 32, channels), w, (1, 1), pad, (1, 1), 1)
-        planned = hopper.plan(conv, int(not tf32), (channels, filters), 4, False, tf32=tf32)
+        planned = hopper.plan(conv, int(not tf32), (channels, filters), False, tf32=tf32)
         if planned.summed is None:
             continue
         held = -(-filters // 16) * kernel**2 * -(-channels // 16) * 256
         one = filters <= 64 and channels <= 64 and not tf32  # tile of rows, span of channels
-        assert planned.summed.values <= (1.3 if one else 3) * planned.parts * held, conv
+        assert planned.values <= (1.3 if one else 3) * planned.parts * held, conv
 
 
 def test_the_family_is_the_one_that_measured_fastest():
@@ -226,11 +226,10 @@ def _planned_for(tile, tf32) -> dict:
     resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
     much, little, vast = (512, 64), (40, 24), (4096, 4096)
     kinds = (
-        (1, 1, (1, 1), 1, much), (2, 1, (2, 2), 4, much), (1, 2, (2, 1), 4, much), (2, 2, (1, 2), 4, much),
-        (1, 1, (3, 1, 2), 4, much), (1, 1, (2, 2), 4, little), (2, 1, (4, 1), 4, little),
-        (1, 1, (1, 1, 2), 4, vast),
+        (1, 1, (1, 1), much), (2, 1, (2, 2), much), (1, 2, (2, 1), much), (2, 2, (1, 2), much),
+        (1, 1, (3, 1, 2), much), (1, 1, (2, 2), little), (2, 1, (4, 1), little), (1, 1, (1, 1, 2), vast),
     )  # fmt: skip
-    for code, stride, division, vec_y, (filters, channels) in kinds:
+    for code, stride, division, (filters, channels) in kinds:
         if len(division) > 2 and not hopper.shares(tile, tf32):
             continue
         strides = (1, 1) if tile is hopper.HALO else (stride, stride)
@@ -241,7 +240,7 @@ def _planned_for(tile, tf32) -> dict:
             if forced is None:
                 assert normalized or division[1] > 2, "only what registers do not suffice for"
                 continue
-            planned = hopper.plan(conv, 0 if tf32 else code, pitches, vec_y, False, forced, normalized, tf32)
+            planned = hopper.plan(conv, 0 if tf32 else code, pitches, False, forced, normalized, tf32)
             threads[planned.stem, tuple(planned.defines.items())] = planned.block * resident
             if planned.summed:
                 threads["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block * resident

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from minidl import cuda as ops
-from minidl.cuda.device import BUILT_IN
+from minidl.cuda.device import BUILT_IN, HOPPER
 from minidl.cuda.launch import dry_run
 from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper
 from minidl.cuda.sparse.csb_order import deal, line
@@ -136,7 +136,7 @@ def test_both_kernels_of_few_samples_are_exact_on_whole_numbers(cuda_ops, rng, s
     a = Matrix(cuda_ops, rng, shape, 64, density, storage)
     features, depth = shape[::-1] if transposed else shape
     ways = [(csb_skinny, None)]
-    if current_device().arch == csb_skinny_hopper.ARCH:
+    if current_device().arch == HOPPER:
         units = -(-features // 256) * -(-depth // 64)
         ways += [(csb_skinny_hopper, blocks) for blocks in sorted({1, min(5, units), units})]
     for samples, (kernels, cut) in itertools.product((1, 27, 64), ways):

@@ -2,8 +2,7 @@
 // shared memory, where each thread has a part of its own. Of loads into registers a thread has as many under way only
 // until the first comes: then it works on all of them, and has none.
 #pragma once
-#include "mma.cuh"
-#include "shared_address.cuh"
+#include "async_copies.cuh"
 
 // One vector; of whole 16 bytes it may be kept out of L1.
 template <bool PAST_L1>

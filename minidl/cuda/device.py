@@ -21,6 +21,7 @@ import numpy as np
 from minidl import checks
 
 KIB, MIB = 1024, 1024 * 1024
+HOPPER = (9, 0)  # the compute capability with a copy engine and products of warpgroups (hopper.cuh, wgmma.cuh)
 
 
 @dataclass(frozen=True)

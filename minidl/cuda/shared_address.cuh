@@ -1,6 +1,5 @@
 // Where something lies in shared memory, as PTX names it.
 #pragma once
+#include "common.cuh"
 
-__device__ __forceinline__ unsigned int shared_address(const void* pointer) {
-    return static_cast<unsigned int>(__cvta_generic_to_shared(pointer));
-}
+DEVICE u32 shared_address(const void* pointer) { return static_cast<u32>(__cvta_generic_to_shared(pointer)); }

@@ -22,9 +22,9 @@
 // while the caches hold them, and all threads stand at the same tap. Forward with other channel counts it is PACKED:
 // one row of taps and channels, cut anywhere. The choice depends on the channels and the storage type alone.
 //
-// Macros: DTYPE, TF32, BACKWARD, PACKED; TILE_M x TILE_N, the tile of rows x columns of one block, in WARPS_M x WARPS_N
-// warps; STAGES; FAR: 1 when offsets inside the images of a tile need 64 bits;
-// VEC_X, VEC_W, VEC_Y: elements per access to source, filter and output (with add), at most 16 bytes.
+// Macros: DTYPE, TF32, BACKWARD, PACKED; TILE_M x TILE_N, the tile of rows x columns of one block; STAGES; FAR: 1 when
+// offsets inside the images of a tile need 64 bits; VEC_X, VEC_W, VEC_Y: elements per access to source, filter and
+// output (with add), at most 16 bytes.
 // Grid: blockIdx.y is the class; blockIdx.x counts row tiles, groups and column tiles, the last fastest, so that blocks
 // which share source pixels run together. STAGES stages of cp.async feed the product; see tile.cuh.
 // Dynamic shared memory: max(STAGES * 128 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.

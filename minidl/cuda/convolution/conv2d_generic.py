@@ -18,6 +18,7 @@ from minidl.cuda.convolution.conv2d_plan import (
     NARROW_TILES,
     PATCH_BYTES,
     TENSOR_TILES,
+    TILE_THREADS,
     AxisClass,
     Convolution,
     Launched,
@@ -169,7 +170,7 @@ def _plan_gather(
         grid = tiles_n * conv.groups * tiles_m, len(part)
         problem = _gather_problem(conv, backward, pitches, part, tiles_m, tiles_n)
         shared = tile.shared_bytes(stages)
-        launches.append(Launched("conv2d", "conv2d_kernel", grid, tile.threads, problem, defines, shared))
+        launches.append(Launched("conv2d", "conv2d_kernel", grid, TILE_THREADS, problem, defines, shared))
     return launches
 
 
@@ -262,7 +263,7 @@ def _plan_weight(
     defines |= tile.defines
     grid = tiles_n * tiles_m * conv.groups * chunks
     shared = stages * DEPTH_BYTES // itemsize * PATCH_BYTES + tile.shared_bytes(stages)
-    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, tile.threads, problem, defines, shared), chunks
+    return Launched("conv2d_weight", "conv2d_weight_kernel", grid, TILE_THREADS, problem, defines, shared), chunks
 
 
 def _accumulating(problem: np.ndarray) -> np.ndarray:

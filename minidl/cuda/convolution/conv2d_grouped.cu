@@ -84,11 +84,7 @@ DEVICE void load_weights(Weights& weights, const T* filter, const Problem& p, in
 
 // d += a b: 16 pixels x one or two chunks, times that x a block of outputs. b: the chunks' words.
 DEVICE void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    CHUNKS % 2 ? mma_bf16_half(d, a, b) : mma_bf16(d, a, b);
-#else
-    CHUNKS % 2 ? mma_f16_half(d, a, b) : mma_f16(d, a, b);
-#endif
+    CHUNKS % 2 ? multiply_halves(d, a, b) : multiply_fragments(d, a, b);
 }
 
 // Adds what one column of the filter sees of row `in` of a step. a: this warp's fragments, chunk by chunk.
@@ -242,7 +238,7 @@ DEVICE void write_pixel(const float (&sums)[SUMS][4], int half, const Pixel& pix
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
 conv2d_grouped_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                       const T* __restrict__ add, T* __restrict__ output, const __grid_constant__ Problem p) {
     await_predecessor();

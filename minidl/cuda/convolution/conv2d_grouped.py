@@ -21,7 +21,6 @@ WARPS = 2, 2  # along the pixels and along the channels
 PAIRS = 2  # of octets, of a warp of a weight gradient
 OCTETS = 2 * WARPS[0]  # of a block, as many in both kernels
 STAGES = 4
-RESIDENT = 2  # blocks of a multiprocessor
 HELD = 136  # words of filters and sums that a thread may hold
 BLOCKS = 264  # that run at a time on an H200
 WEIGHT_BLOCKS = 264  # of a weight gradient
@@ -76,10 +75,17 @@ class Units(NamedTuple):
 
 def applies(conv: Convolution, code: int, backward: bool) -> bool:
     """Whether the kernel does this: 16-bit types, several groups of several channels, no dilation, filters that fit."""
+    return _suits(conv, code) and _units(conv, backward) is not None
+
+
+def applies_to_weight(conv: Convolution, code: int) -> bool:
+    """As `applies`, to the weight gradient."""
+    return _suits(conv, code) and _sets(conv) is not None
+
+
+def _suits(conv: Convolution, code: int) -> bool:
     undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
-    return (
-        code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _units(conv, backward) is not None
-    )
+    return code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated
 
 
 def pays(conv: Convolution, weight: bool, hopper: bool) -> bool:
@@ -170,7 +176,7 @@ def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int])
     defines = {
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
         "STRIDE_W": conv.stride[1], "BACKWARD": int(backward), "WARPS_M": WARPS[0], "WARPS_N": WARPS[1],
-        "STAGES": STAGES, "RESIDENT": RESIDENT, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
+        "STAGES": STAGES, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
     }  # fmt: skip
     shared = STAGES * _stage_bytes(conv, backward, units)
     grid = slabs * blocks
@@ -262,12 +268,6 @@ def backward_weight(conv: Convolution, code: int, dy: Any, x: Any, out: Any, acc
     sum_partials(partials, chunks, out, accumulate)
 
 
-def applies_to_weight(conv: Convolution, code: int) -> bool:
-    """As `applies`, to the weight gradient."""
-    undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
-    return code in (1, 2) and conv.groups > 1 and not conv.depthwise and undilated and _sets(conv) is not None
-
-
 def _weight_vectors(conv: Convolution, sets: Sets) -> tuple[int, int]:
     """Values per copy of x and of dy."""
     return gcd(sets.bundle * sets.group_in, conv.channels, 8), gcd(sets.bundle * sets.group_out, conv.out_channels, 8)
@@ -318,7 +318,7 @@ def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int]) -> tuple
     )
     defines = {
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
-        "STRIDE_W": conv.stride[1], "BACKWARD": 0, "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
+        "STRIDE_W": conv.stride[1], "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
     } | sets.defines  # fmt: skip
     parity = ceil_div((OCTET - 1) * conv.stride[1] + conv.kernel[1], conv.stride[1])
     pixel_x, pixel_y = (

@@ -13,12 +13,13 @@
 // its registers, and each row of x that comes meets them all; outside of the images both are zeros. A block has SETS
 // sets and takes the items of its chunk one after the other; chunks depend on the sizes alone.
 //
-// Macros: DTYPE (1, 2); those of strip.cuh with BACKWARD 0; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
+// Macros: DTYPE (1, 2); those of strip.cuh but BACKWARD; GROUP_IN, GROUP_OUT, channels of a group of x and dy;
 // BUNDLE, groups of a unit; SETS, WARP_CHUNKS as above; PAIRS of octets of an item; STAGES; VEC_X, VEC_Y, values per
 // copy of x and dy.
 // Grid: slabs of sets x chunks, slabs fastest. Dynamic shared memory: stages, and 32 bytes.
 // FLOP: 2 * R * S * C/groups per value of dy, up to 16 / GROUP_IN times that on the units. Bytes: dy and x once, and
 // 4 * chunks * |dw| twice.
+#define BACKWARD 0
 #include "common.cuh"
 
 constexpr int IN = BUNDLE * GROUP_IN, OUT = BUNDLE * GROUP_OUT;  // channels of a unit
@@ -43,15 +44,6 @@ constexpr int TAPS = KERNEL_H * KERNEL_W;
 using Sources = RowCopies<OCTETS, UNITS, IN, STEP_H, STEP_W, 7 * STEP_W + SIGHT, VEC_X>;
 using Gradients = RowCopies<OCTETS, UNITS, OUT, 1, 1, 8, VEC_Y>;
 constexpr int STAGE_BYTES = Sources::BYTES + Gradients::BYTES;
-
-// d += a b: 16 outputs x 16 pixels, times that x 8 channels.
-DEVICE void multiply(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    mma_bf16(d, a, b);
-#else
-    mma_f16(d, a, b);
-#endif
-}
 
 // The sums of one product, as far as output and channel are of one group.
 DEVICE void write_sums(const float (&sums)[4], float* output, const Problem& p, int first_unit, int tile, int chunk,
@@ -143,7 +135,7 @@ conv2d_grouped_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, 
 #pragma unroll
                                 for (int i = 0; i < 2 && j + i < WARP_CHUNKS; ++i) {
                                     const u32 two[2] = {b[2 * i], b[2 * i + 1]};
-                                    multiply(sums[r * KERNEL_W + s][j + i], rows[pair][age], two);
+                                    multiply_fragments(sums[r * KERNEL_W + s][j + i], rows[pair][age], two);
                                 }
                             }
                         }

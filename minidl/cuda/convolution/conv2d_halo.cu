@@ -27,10 +27,6 @@
 // patch of a tile and leaves from there while the next tile is under way, in one piece; in float32 in two
 // (conv2d_halo_float.cuh).
 //
-// Tried without gain: warpgroups that multiply in turns, one while the other ends its window (64-64 channels at 56x56
-// pixels: data gradient 0.59 of cuDNN's time beside it, 0.60 as it is, masked 0.75 and 0.76; statistics cost 17 %, so
-// 4).
-//
 // Macros: DTYPE (0 without STATISTICS, MASKED and NORMALIZED), BACKWARD, WINDOW, STATISTICS, MASKED, NORMALIZED, RELU;
 // PATCHES and STAGES (of filters) of the pipeline; STEPS, products along the depth of a stage, fewer than four where
 // the depth is less.
@@ -42,6 +38,7 @@
 // per 64 output channels, with a third more (3x3) for the halo, as far as the L2 cache does not keep it.
 #include "conv2d_columns.cuh"
 #include "tickets.cuh"
+#include "wgmma.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif

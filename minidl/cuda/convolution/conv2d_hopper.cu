@@ -68,22 +68,14 @@
 // columns; one thread of another keeps the pipeline filled, across tiles too.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) + WARPGROUPS * SLABS * SLAB_BYTES + 1024 bytes, and what a
 // cluster sends.
-// Tried without gain: filters kept in stages that hold the same ones for every tile of a block (1 % at 64 channels,
-// where it should tell most); two to four times the output buffers for fewer stages (2 % there, and sums over 512
-// channels a quarter slower); stores that leave the second-level cache first (1 % there, 5 % slower where the output
-// fits). Of 64-256 channels at 56x56 pixels an H200 moves 3.5 TB/s here, 3.8 in plain loads and stores of as many
-// bytes, 4.3 in stores alone: it is the turns between reads and writes that cost.
-// Nor so that what ends a tile is hidden: warpgroups with tiles of 128x128 of their own, in turn, one writing while the
-// other multiplies (3x3 128-128 at 28x28 pixels, data gradient 91 us, with a mask and sums 109; 256x128 85 and 99);
-// what is read there brought into the second-level cache when the tile begins (masked 1x1 512-256 at 28x28 pixels 2.2
-// times as long as cuDNN's without a mask beside it, 1.9 as it is); it or the addend read into registers ahead
-// (nothing). Where the time of a short launch goes: docs/tuning.md.
+// Where the time of a launch goes, and what did not shorten it: docs/tuning.md.
 // Thin sources, of less than 128 bytes a pixel, are bound by the engine: it fills 150 million rows with zeros per
 // second on each multiprocessor, which is what 32 channels take with every tile.
 // FLOP: 2 * rows * columns * depth * taps. Bytes: source + filter + output (+ add), the source once per column tile and
 // tap as far as the L2 cache does not keep it.
-#include "conv2d_output.cuh"
+#include "conv2d_columns.cuh"
 #include "tickets.cuh"
+#include "wgmma.cuh"
 
 constexpr int DEPTH = 128 / sizeof(T);  // values of a stage, 128 bytes per row
 // A data gradient reads filters across, which the units do for 16-bit types only; others are turned before.
@@ -172,72 +164,7 @@ struct Layout {
     __device__ __forceinline__ u32 affine(int i) const { return barriers() + BARRIER_BYTES + i * AFFINE_BYTES; }
 };
 
-// Where a warpgroup's slabs lie.
-struct Place {
-    static constexpr int COUNT = SWAPPED ? 1 : BLOCKS * OWN / SLAB_COLUMNS, BYTES = SLAB_BYTES;
-
-    const Layout& at;
-    const Maps& maps;
-    const Problem& p;
-    int warpgroup;
-    const T* spaced = nullptr;  // with SPACED what is to be added
-
-    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
-    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
-    __device__ __forceinline__ int row(const Tile& tile, int s) const {
-        return SWAPPED ? tile.row : tile.row + warpgroup * ROWS + s % BLOCKS * 64;
-    }
-    __device__ __forceinline__ int column(const Tile& tile, int s) const {
-        return tile.column + (SWAPPED ? warpgroup : s / BLOCKS) * SLAB_COLUMNS;
-    }
-
-    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
-        load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
-    }
-
-    // The rows of slab s from `column` of a map on.
-    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s,
-                                         int column) const {
-        if constexpr (SPREAD) {
-            const Pixel from(p.classes[tile.index], row(tile, s));
-            load_pixels(to, map, barrier, column, from.x, from.y, from.image, 0, 0);
-        } else {
-            load_box(to, map, barrier, column, row(tile, s));
-        }
-    }
-
-    // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
-    __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
-        const Class& c = p.classes[0];
-        const int thread = thread_again(), first = thread / 8, chunk = thread % 8;
-        const int channel = column(tile, s) + chunk * 8;
-        const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
-        Pixel pixel(c, begin);
-#pragma unroll
-        for (int i = 0; i < SLAB_ROWS; i += 16) {
-            const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
-            const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
-            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16,
-                       spaced + (there ? from * p.added + channel : 0), there);
-            pixel.advance(c, 16);
-        }
-        arrive_with_copies(barrier);
-    }
-
-    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
-        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
-        const TensorMap& output = maps.output[tile.index];
-        if constexpr (SPREAD) {
-            const Pixel to(p.classes[tile.index], row(tile, s));
-            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
-        } else {
-            store_box(output, from, column(tile, s), row(tile, s));
-        }
-    }
-};
-
-// Slabs of a warpgroup whose x, or y, fill a stage when there is a ReLU below.
-constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
+#include "conv2d_hopper_output.cuh"
 
 using Sum = float[BLOCKS][ACCUMULATORS];
 
@@ -249,7 +176,48 @@ using Sum = float[BLOCKS][ACCUMULATORS];
 #include "conv2d_hopper_below.cuh"
 #endif
 
-#include "conv2d_hopper_fill.cuh"
+// One thread: fills stage after stage of a tile, of which there is one if only to tell its number; -1 ends the row.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, Ring<STAGES>& ring, int number) {
+    const Tile tile(p, number);
+    const Class& c = p.classes[tile.index];
+    const TensorMap& source = maps.source[tile.index];
+    const Pixel start(c, tile.row);
+    const int h = c.first_h + start.y * p.step_h, w = c.first_w + start.x * p.step_w;
+    barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+    write_ticket(at.ticket(ring.index), number < 0 ? Ticket{-1, 0} : tile.ticket());
+    if (number < 0 || (SPREAD && c.taps_h * c.taps_w == 0)) barrier_arrive(at.filled(ring.index)), ring.advance();
+    if (number < 0) return;
+    for (int channel = tile.begin; channel < tile.end; channel += DEPTH)
+        for (int a = 0; a < c.taps_h; ++a)
+#pragma unroll 1
+            for (int b = 0; b < c.taps_w; ++b) {
+                const u32 to = at.stage(ring.index), barrier = at.filled(ring.index);
+                const int first = TAIL ? min(channel, p.depth - DEPTH) : channel, from = tile.source + first;
+                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+                barrier_expect(barrier, p.stage_bytes);
+                if constexpr (FLAT)
+                    load_box(to, source, barrier, from, tile.row);
+                else
+                    load_pixels(to, source, barrier, from, w, h, start.image, c.offset_w + b * p.delta_w,
+                                c.offset_h + a * p.delta_h);
+                const int tap = c.tap + a * p.tap_step_h + b * p.tap_step_w;
+                if constexpr (GROUPED == 2) {
+                    load_box(to + A_BYTES, maps.filter, barrier, tap * 32, 0, tile.column);
+                } else if constexpr (ACROSS) {
+                    const int column = GROUPED ? tile.column % p.group_columns : tile.column;
+#pragma unroll
+                    for (int j = 0; j < TILE_N; j += 64)
+                        if (j < p.columns)
+                            load_box(to + A_BYTES + j / 64 * FILTER_BLOCK, maps.filter, barrier, column + j, tap, from);
+                } else {
+                    load_box(to + A_BYTES, maps.filter, barrier, first, tap, tile.column);
+                }
+                ring.advance();
+            }
+#if MASKED
+    if (p.added || c.taps_h * c.taps_w) fill_below(at, maps, p, ring, tile.own());
+#endif
+}
 
 #if NORMALIZED
 #include "conv2d_hopper_input.cuh"
@@ -348,7 +316,7 @@ DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found,
 }
 
 template <class Sums>
-DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
+DEVICE void write(Output& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
                   const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
@@ -384,7 +352,7 @@ DEVICE void write(Output<Place>& output, const Tile& tile, const Sums& sum, cons
 #pragma unroll
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, output.warpgroup, tile.column);
+            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, place.warpgroup, tile.column);
             output.close(tile, s, output.buffer(s - begin));
             if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
         }
@@ -416,7 +384,7 @@ DEVICE void init_barriers(const Layout& at) {
 }
 
 #if DIVIDED
-#include "conv2d_divided.cuh"
+#include "conv2d_hopper_divided.cuh"
 #else
 #if CUT > 1
 #define CLUSTERED __cluster_dims__(CUT)
@@ -455,7 +423,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
     } else {
         if constexpr (SHIFT) Registers::take();
         Ring<STAGES> ring;
-        Output<Place> output{{at, maps, p, warpgroup, spaced}, warpgroup};
+        Output output{{at, maps, p, warpgroup, spaced}};
         for (;;) {
             barrier_wait(at.filled(ring.index), ring.parity);
             const Ticket ticket = read_ticket(at.ticket(ring.index));

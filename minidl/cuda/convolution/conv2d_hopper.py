@@ -39,7 +39,7 @@ from minidl.cuda.convolution.conv2d_walk import (
     walks_of,
 )
 from minidl.cuda.convolution.tickets import TICKETS
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
@@ -47,7 +47,6 @@ from minidl.cuda.rows import ACCESS, DTYPE, alignment, rows
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
-ARCH = (9, 0)
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
 ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
@@ -95,7 +94,7 @@ def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) 
     paddings up to 128, strides up to 8, taps up to 254 pixels apart. For several groups of a 16-bit type that fill
     stages and tiles: of 64 channels or a multiple, or of 32, or 16 or 48 of the source alone.
     """
-    if device.arch != ARCH or conv.images == 0 or (conv.groups > 1 and not code):
+    if device.arch != HOPPER or conv.images == 0 or (conv.groups > 1 and not code):
         return False
     depth, chunk = depth_of(conv, backward), STAGE_ROW // itemsize_of(code)
     whole = depth % (PRODUCT // itemsize_of(code) if depth < chunk else chunk) == 0
@@ -299,7 +298,7 @@ def turned(w: Any) -> Any:
     out, taps = empty((channels, *kernel, filters), w.dtype), math.prod(kernel)
     grid = ceil_div(channels, TURN) * ceil_div(filters, TURN), taps
     sizes = np.int32(filters), np.int32(taps), np.int32(channels)
-    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes, defines={"DTYPE": 0})
+    launch("conv2d_turn", "conv2d_turn_kernel", grid, (TURN, 8), w, out, *sizes)
     return out
 
 

@@ -2,6 +2,9 @@
 // stages, and what it does with it.
 #pragma once
 
+// Slabs of a warpgroup whose x, or y, fill a stage.
+constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > STAGE_BYTES ? 1 : 2;
+
 // Signs of a tile: 64 rows for each block of a warpgroup, from a multiple of 16 bytes on, as the engine wants them.
 constexpr int SIGN_ROW = OWN > 128 ? 32 : SIGN_CHUNK, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
 static_assert(WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES <= STAGE_BYTES && WARPGROUPS * BLOCKS * SIGN_BYTES <= STAGE_BYTES,

@@ -4,11 +4,8 @@
 // A thread sends to the one with its number and reads what that has sent, from a place of its own: nobody waits but for
 // what comes. Of two numbers either order has the same sum: the same bits with every tile that is cut.
 // Of ResNet-50 at 32 images on an H200 2048-512 at 7x7 pixels takes 10.5 us for 12.9, 3x3/2 512-512 at 14x14 17.0 for
-// 23.9. Tried before, with sums that came where the stages were, once both blocks were done with them (11.2 and 18.1
-// us): four blocks with tiles of 128x256 (15.5 and 21.2), three of 128x192 (15.0 and 21.6), two with 256 rows or
-// columns (17.2 and 28.8), two of 128x128 on each multiprocessor (12.8 and 20.7). Clusters that do not run all at a
-// time take up to three times as long as whole tiles. Of 512-2048 at 7x7 pixels, data gradient, 10.0 us, the exchange
-// takes 1.2; cuDNN, 8.0 us, cuts nothing there: 112 tiles of 64x112, in clusters of eight.
+// 23.9. Clusters that do not run all at a time take up to three times as long as whole tiles. Other ways to cut:
+// docs/tuning.md.
 #pragma once
 
 constexpr int QUADS = OWN / 8;         // of four sums, that a thread has of 64 rows of a block's columns

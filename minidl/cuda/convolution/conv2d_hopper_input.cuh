@@ -4,9 +4,7 @@
 // each, of 1x1 filters with every stage. Of 512-2048 channels at 7x7 pixels, in tiles of 128x256 on an H200: operands
 // through registers cost 2 % of the time, the arithmetic 5 % more, these reads 6 % (15 % where they come all at once,
 // before the stage's rows). The arithmetic is hidden where 256 columns are multiplied (2 % of 3x3 filters), of 128
-// columns it is not (11 to 21 %; packed, 4 to 7). Tried without gain: reads of a quarter of the bytes, scale and shift
-// in three parts of eight bits each, which the matrix units add up and spread over the lanes; warpgroups that multiply
-// in turns; warps that normalise stages where they lie, which read and write as much shared memory.
+// columns it is not (11 to 21 %; packed, 4 to 7).
 #pragma once
 #include "conv2d_input.cuh"
 
@@ -64,21 +62,15 @@ struct Border {
 };
 
 // Products of 16 channels that are started together, and such groups that run while the next one's operands are made.
-// (Two groups that run ahead, groups of one product or of a whole stage are up to 5 % slower, warpgroups that take
-// turns 2 to 10 %.)
 constexpr int GROUP = 2 / BLOCKS, GROUPS = 4 / GROUP;
 constexpr int AHEAD = 1;
 
 // A warpgroup: sums up its rows of one tile, which it normalises.
 //
 // What that costs is the instructions that are issued, not what they wait for. 3x3 filters with a stride of two on 128
-// channels at 56x56 pixels, in tiles of 192x128 on an H200: 96 us without; 117 by 172 instructions of a warp a stage,
-// where rows outside of the image were selected afterwards and what the channels need was asked for with every tap; 110
-// by these 131, of which the arithmetic is 80. With the next stage's rows read before products start, and the next
-// group's before one is normalised, nothing waits for shared memory, but 172 instructions became 193: 6 % longer. Four
-// products started one by one, of which three run while the next is made: 14 %. A fifth stage in the place of output
-// buffers: 15 %. Where the operands' descriptions follow from the stage's address, in fewer instructions, each is made
-// in the registers that the product before still reads: 1x1 filters took 3 to 10 % longer.
+// channels at 56x56 pixels, in tiles of 192x128 on an H200: 96 us without, 110 by these 131 instructions of a warp a
+// stage, of which the arithmetic is 80. (Where the operands' descriptions follow from the stage's address, in fewer
+// instructions, each is made in the registers that the product before still reads: 1x1 filters took 3 to 10 % longer.)
 DEVICE void accumulate(Sum& sum, const Layout& at, const Problem& p, const Tile& tile, Ring<STAGES>& ring,
                        int warpgroup) {
     const Class& c = p.classes[0];

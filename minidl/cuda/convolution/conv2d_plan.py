@@ -19,7 +19,7 @@ from minidl.cuda.device import DeviceRecord
 from minidl.cuda.launch import launch
 from minidl.shapes import Pair, ceil_div, conv_output_size, round_up
 
-DEPTH_BYTES = 128  # of tile.cuh: summed values of one stage
+DEPTH_BYTES, TILE_THREADS = 128, 128  # of tile.cuh: summed values of one stage; of a block
 PATCH_BYTES = 16  # where an output pixel's patch starts, in conv2d_weight.cu
 BLOCKS_WANTED = 512  # constants, so that sums are cut alike on every device
 WEIGHT_BLOCKS = 792  # of a weight gradient: whole rounds of 2 and of 3 blocks on each of 132 multiprocessors
@@ -144,14 +144,12 @@ class Tile(NamedTuple):
 
     Attributes:
         rows, columns: the macros TILE_M and TILE_N.
-        warps: along rows and columns, the macros WARPS_M and WARPS_N.
         resident: blocks that a multiprocessor's registers hold, as the kernels' launch bounds say.
         speed: throughput of a busy multiprocessor relative to the widest tile: wide tiles re-read less.
     """
 
     rows: int
     columns: int
-    warps: Pair
     resident: int
     speed: float
 
@@ -161,12 +159,8 @@ class Tile(NamedTuple):
         return f"{self.rows}x{self.columns}"
 
     @property
-    def threads(self) -> int:
-        return 32 * self.warps[0] * self.warps[1]
-
-    @property
     def defines(self) -> dict[str, int]:
-        return {"TILE_M": self.rows, "TILE_N": self.columns, "WARPS_M": self.warps[0], "WARPS_N": self.warps[1]}
+        return {"TILE_M": self.rows, "TILE_N": self.columns}
 
     def shared_bytes(self, stages: int) -> int:
         """Dynamic shared memory: the pipeline's stages, later reused for the float32 results."""
@@ -182,14 +176,14 @@ class Tile(NamedTuple):
 
 
 TENSOR_TILES = (
-    Tile(128, 128, (2, 2), 2, 1.0),
-    Tile(128, 64, (2, 2), 3, 0.85),
-    Tile(64, 128, (2, 2), 3, 0.85),
-    Tile(64, 64, (2, 2), 3, 0.7),
+    Tile(128, 128, 2, 1.0),
+    Tile(128, 64, 3, 0.85),
+    Tile(64, 128, 3, 0.85),
+    Tile(64, 64, 3, 0.7),
 )
-EXACT_TILES = (Tile(128, 64, (2, 2), 2, 1.0), Tile(64, 64, (2, 2), 2, 0.8))
-HALF_TILES = (Tile(128, 64, (2, 2), 2, 1.0), Tile(64, 64, (2, 2), 3, 0.8))  # vectors of 8 bytes: twice the copies
-NARROW_TILES = (Tile(64, 64, (2, 2), 2, 1.0),)  # below that copying, not the product, sets the pace
+EXACT_TILES = (Tile(128, 64, 2, 1.0), Tile(64, 64, 2, 0.8))
+HALF_TILES = (Tile(128, 64, 2, 1.0), Tile(64, 64, 3, 0.8))  # vectors of 8 bytes: twice the copies
+NARROW_TILES = (Tile(64, 64, 2, 1.0),)  # below that copying, not the product, sets the pace
 
 
 @functools.lru_cache(maxsize=4096)

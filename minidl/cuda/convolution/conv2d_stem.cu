@@ -4,7 +4,7 @@
 //
 // An implicit matrix product of rows (output pixels) x columns (output channels), as in conv2d.cu; but with so few
 // channels a gather by taps would copy two to eight bytes at a time. Instead the image rows under a tile of output
-// pixels lie in shared memory as they are (stem.cuh), each pixel's windows are read from there straight into the
+// pixels lie in shared memory as they are (conv2d_stem.cuh), each pixel's windows are read from there straight into the
 // fragments of the matrix units, and the filter stays in registers (RESIDENT) over all tiles of a block.
 //
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
@@ -34,8 +34,8 @@
 // (conv2d_columns.cuh has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float.
 // That takes 58 us more there, the merge included, where a pass of its own takes 104.
 //
-// Macros: those of stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or 64;
-// LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
+// Macros: those of conv2d_stem.cuh; TILE_P, the rows of a tile of output pixels; TILE_N, the columns of a block, 32 or
+// 64; LEAD: 1 when windows start at odd values; RESIDENT: 1 when the filter stays in registers, else it lies in shared
 // memory and FRAGMENTS fragments of pixels share each of its loads; BLOCKS per multiprocessor that the registers must
 // leave room for; VEC_Y, channels per store; RELU: 1 when what is stored is max(y, 0), where NaN stays NaN.
 // Grid: images, strips of tiles (one below the other), segments of columns of the image, and column tiles, the last
@@ -44,9 +44,10 @@
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: x * ROWS / (TILE_P * STRIDE_H), from the L2 cache mostly; y once.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
-#include "stem.cuh"
+#include "conv2d_stem.cuh"
 #if WARPGROUP
 #include "hopper.cuh"
+#include "wgmma.cuh"
 #else
 #define STATISTICS 0
 #endif
@@ -77,7 +78,7 @@ constexpr int BELOW = 8 * KINDS * STEP * sizeof(T);    // bytes from a pixel to 
 static_assert(TILE_Q % ROW_PIXELS == 0, "a row of a tile is made of whole fragments");
 
 #if WARPGROUP
-// The filter as an operand of hopper.cuh: for each column tile, blocks of eight groups of the depth, a row for each
+// The filter as an operand of wgmma.cuh: for each column tile, blocks of eight groups of the depth, a row for each
 // column.
 constexpr int BLOCK_BYTES = TILE_N * 128;
 struct Packed {
@@ -94,9 +95,9 @@ struct Packed {
 #endif
 
 #if DTYPE
-#include "stem_half.cuh"
+#include "conv2d_stem_half.cuh"
 #else
-#include "stem_tf32.cuh"
+#include "conv2d_stem_tf32.cuh"
 #endif
 
 // One word of the packed filter per thread.

@@ -16,7 +16,7 @@ import numpy as np
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
@@ -38,7 +38,7 @@ PLACES = 132  # multiprocessors that a weight gradient is cut for: the same ever
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
 AT_ONCE = 12  # steps of the depth whose fragments of pixels it holds where warps multiply together
-HOPPER, HOPPER_SHARED = (9, 0), 228 * 1024  # the device with wgmma; shared memory of a multiprocessor
+HOPPER_SHARED = 228 * 1024  # of a multiprocessor
 
 _FORWARD = struct(
     "",
@@ -126,7 +126,7 @@ def _row_vector(conv: Convolution, x: Any) -> int:
 
 
 class _Geometry(NamedTuple):
-    """Image rows in shared memory under a tile of rows x columns output pixels, as in stem.cuh.
+    """Image rows in shared memory under a tile of rows x columns output pixels, as in conv2d_stem.cuh.
 
     Attributes:
         groups: of eight values, that a filter row is padded to.
@@ -288,7 +288,7 @@ class _Block(NamedTuple):
 
 
 def _in_pairs(conv: Convolution) -> _Block:
-    """For mma.sync, as in stem_pairs.cuh."""
+    """For mma.sync, as in conv2d_stem_weight_pairs.cuh."""
     groups = ceil_div(conv.kernel[1] * conv.channels, GROUP)
     tile_m = 32 if conv.out_channels <= 32 else 64
     fragments = conv.kernel[0] * groups
@@ -309,7 +309,9 @@ def _in_pairs(conv: Convolution) -> _Block:
 
 
 def _in_lines(conv: Convolution) -> _Block | None:
-    """For wgmma, as in stem_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows be ragged."""
+    """For wgmma, as in conv2d_stem_weight_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows
+    be ragged.
+    """
     across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
     if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1] or conv.out_channels <= 32:
         return None

@@ -11,25 +11,27 @@
 //   x         ((n*height + h)*width + w)*CHANNELS + c, dense                 T
 //   partials  (chunks, K, KERNEL_H, KERNEL_W, CHANNELS) dense                float32
 //
-// No matrix unit reads windows from rows of the image as they are. They are rewritten first: for mma.sync as pairs of pixels
-// (stem_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP, stem_lines.cuh), where windows then start at
-// multiples of 16 bytes and no strip is narrower than others.
+// No matrix unit reads windows from rows of the image as they are. They are rewritten first: for mma.sync as pairs of
+// pixels (conv2d_stem_weight_pairs.cuh); on sm_90 for wgmma as lines of wider pixels (WARPGROUP,
+// conv2d_stem_weight_lines.cuh), where windows then start at multiples of 16 bytes and no strip is narrower than
+// others.
 //
-// A block walks down strips of the output, TILE_Q columns wide, row by row. What is rewritten is a ring of image rows to
-// which a step adds the NEW rows that it sees first; a strip begins with WARMUP steps that do only that. While a row of dy is
-// multiplied, the rows of the next step are rewritten and those of later ones arrive.
+// A block walks down strips of the output, TILE_Q columns wide, row by row. What is rewritten is a ring of image rows
+// to which a step adds the NEW rows that it sees first; a strip begins with WARMUP steps that do only that. While a row
+// of dy is multiplied, the rows of the next step are rewritten and those of later ones arrive.
 //
-// Macros: those of stem.cuh; TILE_M, the rows of a block, 32 or 64; STAGES of rows under way; BLOCKS per multiprocessor that
-// the registers must leave room for; VEC_DY: values per access; and of pairs COLUMNS, the fragments of eight columns of a
-// warp; WARPS_N warps side by side along the columns, the others share the pixels; RAGGED: 1 when a strip may be narrower
-// than TILE_Q: windows behind its end must not be multiplied even by zero, for they may be infinite.
+// Macros: those of conv2d_stem.cuh; TILE_M, the rows of a block, 32 or 64; STAGES of rows under way; BLOCKS per
+// multiprocessor that the registers must leave room for; VEC_DY: values per access; and of pairs COLUMNS, the fragments
+// of eight columns of a warp; WARPS_N warps side by side along the columns, the others share the pixels; RAGGED: 1 when
+// a strip may be narrower than TILE_Q: windows behind its end must not be multiplied even by zero, for they may be
+// infinite.
 // Grid: chunks, row tiles, column tiles, the last fastest.
-// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, or if that is more what warps
-// leave to each other at the end, of pairs WARPS_N * TILE_M * COLUMNS * 32 bytes.
+// Dynamic shared memory: STAGES * (TILE_Q * TILE_M * 2 + ROWS_BYTES) + RING * ROW_BYTES bytes, or if that is more what
+// warps leave to each other at the end, of pairs WARPS_N * TILE_M * COLUMNS * 32 bytes.
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: dy once per column tile, x once per row and column tile and strip; 4 * chunks * |dw| twice.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
-#include "stem.cuh"
+#include "conv2d_stem.cuh"
 
 struct Problem {
     i64 dy_pitch;
@@ -97,15 +99,15 @@ struct Gradient {
         for (int u = 0; u < EACH; ++u, from += LANES * pitch) {
             const int i = first + u * LANES;
             if (TILE_Q % LANES == 0 || i < TILE_Q)
-                copy_vector<VEC_DY>(to + offset(i / 16 * 16 + pixel_row(i % 16), channel), from, i < pixels);
+                copy_values<VEC_DY>(to + offset(i / 16 * 16 + pixel_row(i % 16), channel), from, i < pixels);
         }
     }
 };
 
 #if WARPGROUP
-#include "stem_lines.cuh"
+#include "conv2d_stem_weight_lines.cuh"
 #else
-#include "stem_pairs.cuh"
+#include "conv2d_stem_weight_pairs.cuh"
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)

@@ -8,31 +8,26 @@
 //   widen   out[r, j] = bias[j] + add[r, j] + sum_f source[r, f] w(f, j)    forward of few channels, data gradient of
 //                                                                           few filters
 //
-// Tried without gain: filters brought to shared memory as they lie, before they are laid out (16-96 62.3 us for 58.6);
-// a data gradient that is masked by the ReLU over a batch norm below and summed for that, a chunk
-// of channels after the other, whose sums threads keep: 198 us for 64 channels of two million pixels on an H200, as
-// much as the gradient and the pass of the sums take.
-//
 // Layout: source, add  rows * pitch + channel; out dense; w(f, j) = w[f * few_step + j * wide_step]; bias float32 or
 // null; add null if there is none. With RELU, what is stored is max(y, 0); NaN stays NaN. With NORMALIZED (narrow,
 // 16-bit types) the source is the input of a batch norm with a ReLU over it, whose output is multiplied.
 //
 // Four threads share a row and take 16 bytes each of it at a time, a chunk; a thread has EACH rows, eight apart, in
 // flight: four, going wide two, for which three blocks or four fit on a multiprocessor (on an H200 16-96 at 112x112
-// pixels 53.8 us, so 58.6; to few, 57.4 for 55.3). For lane = 4g + t these are the fragments of a product whose depth counts channels in another order than
-// memory: words 0 and 1 of a thread are words t and t + 4 of one product, words 2 and 3 those of the next, and the
-// filters in shared memory are laid out alike. Going wide it is the columns whose order is chosen: those of four
-// products that a thread holds are eight neighbours. In the same way a thread has RUN neighbours of the FEW. Rows of
-// the few are gathered in shared memory, where a warp's lie as they will in memory.
+// pixels 53.8 us, so 58.6; to few, 57.4 for 55.3). For lane = 4g + t these are the fragments of a product whose depth
+// counts channels in another order than memory: words 0 and 1 of a thread are words t and t + 4 of one product, words 2
+// and 3 those of the next, and the filters in shared memory are laid out alike. Going wide it is the columns whose
+// order is chosen: those of four products that a thread holds are eight neighbours. In the same way a thread has RUN
+// neighbours of the FEW. Rows of the few are gathered in shared memory, where a warp's lie as they will in memory.
 //
 // A block goes through `share` times ROWS rows: what a thread needs next is on its way while it multiplies and stores.
 //
 // Macros: DTYPE, TF32, FEW, RELU, NORMALIZED, NARROW; VEC_X, VEC_Y, VEC_ADD, elements per access of source,
 // output and addend; on the side of the few those of what is read are divisors of RUN; BATCH, chunks of a row that are
 // read together (narrow): two make whole cache lines; SEAMS (widen), whether rows may begin within a sector.
-// Block: 8 warps of 8 * EACH rows each. Grid: rows / (ROWS * share). Dynamic shared memory: the filters, 64 bytes for each
-// chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8
-// bytes for each channel of the chunks.
+// Block: 8 warps of 8 * EACH rows each. Grid: rows / (ROWS * share). Dynamic shared memory: the filters, 64 bytes for
+// each chunk and each of FEW (rounded up to eight for 16-bit types); narrow, 256 rows of the few, and with NORMALIZED 8
+// bytes for each channel of the chunks. What was tried besides: docs/tuning.md.
 // FLOP: 2 * rows * wide * FEW. Bytes: rows * (wide + FEW), and as many as there are of the addend.
 #include "conv2d_thin.cuh"
 
@@ -129,8 +124,8 @@ struct Sum {
 #pragma unroll
                 for (int m = 0; m < EACH / 2; ++m) {
                     const Vector &x = part.x[c][2 * m], &y = part.x[c][2 * m + 1];
-                    multiply_units(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
-                    multiply_units(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
+                    multiply_fragments(parts[m][b], {x.pairs[0], y.pairs[0], x.pairs[1], y.pairs[1]}, {w.x, w.y});
+                    multiply_fragments(parts[m][b], {x.pairs[2], y.pairs[2], x.pairs[3], y.pairs[3]}, {w.z, w.w});
                 }
             }
     }
@@ -320,10 +315,10 @@ DEVICE void widen(const Few& few, const uint4* filters, float (&y)[EACH][WIDTH])
             for (int b = 0; b < OCTETS; b += 2) {
                 const u32(&upper)[OCTETS] = few.parts[m], (&lower)[OCTETS] = few.parts[m + 1];
                 if (b + 1 < OCTETS)
-                    multiply_units(c, {upper[b], lower[b], upper[(b + 1) % OCTETS], lower[(b + 1) % OCTETS]},
+                    multiply_fragments(c, {upper[b], lower[b], upper[(b + 1) % OCTETS], lower[(b + 1) % OCTETS]},
                                    {w[b][j], w[(b + 1) % OCTETS][j]});
                 else
-                    multiply_half(c, {upper[b], lower[b]}, {w[b][j]});
+                    multiply_halves(c, {upper[b], lower[b]}, {w[b][j]});
             }
             y[m][2 * j] = c[0], y[m][2 * j + 1] = c[1], y[m + 1][2 * j] = c[2], y[m + 1][2 * j + 1] = c[3];
         }

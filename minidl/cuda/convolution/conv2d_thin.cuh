@@ -70,17 +70,3 @@ DEVICE void fetch_few(const T* __restrict__ row, float (&v)[FEW]) {
     }
 }
 
-DEVICE void multiply_units(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    mma_bf16(c, a, b);
-#elif DTYPE == 2
-    mma_f16(c, a, b);
-#endif
-}
-DEVICE void multiply_half(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    mma_bf16_half(c, a, b);
-#elif DTYPE == 2
-    mma_f16_half(c, a, b);
-#endif
-}

@@ -56,7 +56,7 @@ struct Sum {
                 const u32 w[4] = {x[0].pairs[q], x[1].pairs[q], x[2].pairs[q], x[3].pairs[q]};
                 const u32 a[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
                                   __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)};
-                multiply_units(parts[q][j], a, {column.pairs[0], column.pairs[1]});
+                multiply_fragments(parts[q][j], a, {column.pairs[0], column.pairs[1]});
             }
         }
     }

@@ -11,12 +11,11 @@
 //   x         ((n*height + h)*width + w)*x_pitch + group*channels + c                T
 //   output    (chunks, groups*rows, columns) dense; with one chunk the gradient itself, set or added to   float32
 //
-// Macros: DTYPE, TF32, STAGES; TILE_M x TILE_N, the tile of rows x columns of one block, and WARPS_M x WARPS_N;
-// VEC_DY, VEC_X, VEC_Y: elements per
-// access to dy, x and output, at most 16 bytes.
-// Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks
-// which share pixels run together. Where a pixel's patch starts is the same for all columns: DEPTH threads find it one
-// stage ahead and leaves it in shared memory. Both operands lie with their pixels outermost; see tile.cuh.
+// Macros: DTYPE, TF32, STAGES; TILE_M x TILE_N, the tile of rows x columns of one block; VEC_DY, VEC_X, VEC_Y: elements
+// per access to dy, x and output, at most 16 bytes.
+// Grid: one block per chunk, group, row tile and column tile, the last fastest, so that blocks which share pixels run
+// together. Where a pixel's patch starts is the same for all columns: DEPTH threads find it one stage ahead and leave
+// it in shared memory. Both operands lie with their pixels outermost; see tile.cuh.
 // Dynamic shared memory: STAGES * DEPTH patches of 16 bytes, then tiles of
 // max(STAGES * 128 * (TILE_M + TILE_N), 4 * TILE_M * TILE_N) bytes.
 // FLOP: 2 * rows * columns * pixels per group.

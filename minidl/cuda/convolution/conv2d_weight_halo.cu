@@ -24,7 +24,7 @@
 // for all taps, by three warps that are otherwise idle.
 //
 // Macros: DTYPE (1, 2); NORMALIZED; STAGES of dy; CLUSTER (1, 2), blocks that add up their chunks before they write a
-// partial; VEC_Y (1, 4), values per access to the gradient.
+// partial.
 // Grid: one block per chunk of a partial, 64 channels, 64 filters, group and partial, the first fastest, so that blocks
 // which share pixels run together.
 // Block: three warpgroups that multiply, and one of which two lanes copy.
@@ -33,6 +33,7 @@
 // FLOP: 2 * K * 9 * C * points / groups; points exceed pixels by the padding. Bytes: dy once per 64 channels and x once
 // per 64 filters, of which the L2 cache serves all but the first; 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
+#include "wgmma.cuh"
 #if NORMALIZED
 #include "conv2d_input.cuh"
 #endif
@@ -93,41 +94,21 @@ struct Layout {
     __device__ __forceinline__ u32 begun() const { return filled(3 * STAGES); }
 };
 
-// Points, a stage at a time.
-struct Place {
-    int image, y, x;
-
-    __device__ __forceinline__ Place(const Problem& p, int point) {
-        const int line = point / p.grid_w;
-        x = point - line * p.grid_w;
-        image = line / p.grid_h;
-        y = line - image * p.grid_h;
-    }
-
-    __device__ __forceinline__ void advance(const Problem& p) {
-        x += p.further_w;
-        y += p.further_h;
-        image += p.further_n;
-        if (x >= p.grid_w) x -= p.grid_w, ++y;
-        if (y >= p.grid_h) y -= p.grid_h, ++image;
-    }
-};
-
 // Two lanes: the first copies dy, the second x, `ahead` stages further.
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Work& work) {
     const bool of_x = threadIdx.x % 32 == 1;
     // What is read of the next group is not written.
     const int channel = work.group * p.channels + work.channel, row = work.group * p.rows + work.row;
-    Place place(p, work.first * POINTS);
+    Pixel point(work.first * POINTS, p.grid_h, p.grid_w);
     Ring<STAGES> ring;
     int slot = 0, announced = 0;
     const auto copy_x = [&](u32 barrier) {
-        const int h = place.y - p.padding_h, w = place.x - p.padding_w;
+        const int h = point.y - p.padding_h, w = point.x - p.padding_w;
         announced += slot == 0 ? 2 * STAGE_BYTES : STAGE_BYTES;
-        load_pixels(at.x + slot * STAGE_BYTES, maps.x, barrier, channel, w, h, place.image, 0, 0);
-        if (slot == 0) load_pixels(at.x + p.held * STAGE_BYTES, maps.x, barrier, channel, w, h, place.image, 0, 0);
+        load_pixels(at.x + slot * STAGE_BYTES, maps.x, barrier, channel, w, h, point.image, 0, 0);
+        if (slot == 0) load_pixels(at.x + p.held * STAGE_BYTES, maps.x, barrier, channel, w, h, point.image, 0, 0);
         if (++slot == p.held) slot = 0;
-        place.advance(p);
+        point.advance(p, p.grid_h, p.grid_w);
     };
     if (of_x)
         for (int i = 0; i < p.ahead; ++i) copy_x(at.filled(0));
@@ -141,8 +122,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
         } else {
             barrier_expect(barrier, STAGE_BYTES);
             const u32 to = at.dy + ring.index * STAGE_BYTES;
-            load_pixels(to, maps.dy, barrier, row, place.x, place.y, place.image, 0, 0);
-            place.advance(p);
+            load_pixels(to, maps.dy, barrier, row, point.x, point.y, point.image, 0, 0);
+            point.advance(p, p.grid_h, p.grid_w);
         }
         ring.advance();
     }
@@ -156,10 +137,11 @@ constexpr int EMPTYING = 4 * WARPGROUPS + (NORMALIZED ? WARPS : 0);  // warps th
 // A warp: normalises every third stage of x, the points that lie in an image; around it are zeros.
 DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, const Norm& norm, int warp) {
     const int lane = threadIdx.x % 32, steps = work.last - work.first;
-    Place lower(p, work.first * POINTS + lane), upper(p, work.first * POINTS + 32 + lane);
-    const auto inside = [&](const Place& place) {
-        return __ballot_sync(0xffffffffu, place.image < p.images && u32(place.y - p.padding_h) < u32(p.height) &&
-                                              u32(place.x - p.padding_w) < u32(p.width));
+    Pixel lower(work.first * POINTS + lane, p.grid_h, p.grid_w);
+    Pixel upper(work.first * POINTS + 32 + lane, p.grid_h, p.grid_w);
+    const auto inside = [&](const Pixel& point) {
+        return __ballot_sync(0xffffffffu, point.image < p.images && u32(point.y - p.padding_h) < u32(p.height) &&
+                                              u32(point.x - p.padding_w) < u32(p.width));
     };
     Chunk chunk;
     chunk.load(norm, work.channel);
@@ -182,8 +164,8 @@ DEVICE void normalize_all(const Layout& at, const Problem& p, const Work& work, 
             if (lane == 0) barrier_arrive(stage < p.ahead ? at.begun() : at.ready(ring.index));
         }
         if (++slot == p.held) slot = 0;
-        lower.advance(p);
-        upper.advance(p);
+        lower.advance(p, p.grid_h, p.grid_w);
+        upper.advance(p, p.grid_h, p.grid_w);
         if (stage >= p.ahead) ring.advance();
     }
 }

@@ -1,6 +1,6 @@
 // Weight gradient of a convolution on Hopper (sm_90a): the implicit matrix product of conv2d_weight.cu with operands
 // copied by the engine (TMA, in im2col mode) and multiplied by warpgroups (wgmma), those of float32 by warps in TF32
-// (mma.sync, conv2d_weight_tf32.cuh).
+// (mma.sync, conv2d_weight_hopper_tf32.cuh).
 //
 //   dw[k,r,s,c] = sum_{n,p,q} dy[n,p,q,k] x[n, p*sh - ph + r*dh, q*sw - pw + s*dw, c]
 //
@@ -22,17 +22,18 @@
 // A stage is blocks of SPAN rows, then of SPAN columns, each SPAN pixels of 128 bytes: both operands are MN-major, and
 // pixels behind the last one are zeros.
 //
-// NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers (conv2d_weight_input.cuh).
+// NORMALIZED: x is the input of a batch norm with a ReLU over it, normalised in registers
+// (conv2d_weight_hopper_input.cuh).
 //
 // Macros: DTYPE, of float32 TF32 (1, 3); FLAT, NORMALIZED (16-bit types), with it BORDER, whether taps may lie outside
-// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns;
-// WARPGROUPS_M x WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1,
-// 2), blocks that add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS,
-// whether the L2 cache cannot hold the gradient; VEC_Y (1, 4), values per access to it.
+// of an image, or pixels of a stage behind the last; TILE_M x TILE_N, the tile of rows x columns; WARPGROUPS_M x
+// WARPGROUPS_N that share it; STAGES of SPAN pixels; RESIDENT, blocks per multiprocessor; CLUSTER (1, 2), blocks that
+// add up their chunks before they write a partial; TURNS, whether a lot has several tiles; OVERFLOWS, whether the L2
+// cache cannot hold the gradient.
 // Grid: one block per chunk of a partial, lot (tiles of a group as `rows_first` orders them, group) and partial, the
 // first fastest, so that blocks which share pixels run together.
 // Block: warpgroups that multiply, and one warp that keeps the pipeline filled, each lane one block of a stage; with
-// BORDER another, which tells what of a stage is inside (conv2d_weight_inside.cuh).
+// BORDER another, which tells what of a stage is inside.
 // Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, later sums of TILE_M * TILE_N, and 1024.
 // That operands leave the L2 cache first (`once`), where all blocks run at a time, gains 2 us of 46 at 1x1 1024-256 on
 // 14x14 pixels, where partial sums then stay in the L2 cache, and for dy alone 6 of 133 at 64-256 on 56x56, where tiles
@@ -40,19 +41,14 @@
 // of 411 MB there takes 105 us if it leaves first, 116 if it does not, 119 in the other order of tiles; stores alone
 // take 93. Chunks of lots of tiles lose where x and dy are more than that cache holds, as each turn reads them again
 // (1x1 512-256 on 28x28 pixels: 88 to 120 us).
-// Tried without gain, for launches beside kernels that hold multiprocessors: blocks that hand chunks on, their sums
-// laid down as partials at three places on the way, to whoever looks for the chunk that has got least far. Bits stayed;
-// ResNet-50's layers took 5 % longer with nothing beside (4.03 ms for 3.84), and with 16 and 24 multiprocessors held 3
-// % less and 2 % more (6.00 ms for 6.21, 6.06 for 5.95), where a quarter less was reckoned. Inferred, not profiled:
-// blocks that share pixels must stay abreast, for what those of a group of multiprocessors copy alike at a time is
-// fetched once, and a chunk that goes on later fetches for itself. The larger the tile, the more was left of the gain
-// (1x1 1024-512 on 14x14 pixels in 256x128: 136 to 115 us; 1024-256 in 64x256: none), and alone it cost most where all
-// blocks read the same pixels (1x1/2 1024-2048: 72 to 90 us). What a block works out anew at each place costs too.
+// What did not shorten launches beside kernels that hold multiprocessors: docs/tuning.md.
 // FLOP: 2 * K * R*S*C * pixels / groups. Bytes: dy and x once if the L2 cache keeps what the tiles of a chunk share,
 // and 4 * partials * |dw| twice.
 #include "conv2d_weight_hopper.cuh"
 #if DTYPE == 0
-#include "conv2d_weight_tf32.cuh"
+#include "conv2d_weight_hopper_tf32.cuh"
+#else
+#include "wgmma.cuh"
 #endif
 
 constexpr int SPAN = 128 / sizeof(T);  // filters, channels and pixels of a block
@@ -186,34 +182,14 @@ struct Layout {
     }
 };
 
-// Output pixels, SPAN at a time.
-struct Pixels {
-    int image, y, x;
-
-    __device__ __forceinline__ Pixels() {}
-    __device__ __forceinline__ Pixels(const Problem& p, int pixel) {
-        const int line = pixel / p.out_width;
-        x = pixel - line * p.out_width;
-        image = line / p.out_height;
-        y = line - image * p.out_height;
-    }
-
-    __device__ __forceinline__ void advance(const Problem& p) {
-        x += p.further_w;
-        y += p.further_h;
-        image += p.further_n;
-        if (x >= p.out_width) x -= p.out_width, ++y;
-        if (y >= p.out_height) y -= p.out_height, ++image;
-    }
-};
-
 // What a lane of the warp that fills copies of each stage: lane i the i-th block.
 struct Copied {
     int channel, offset_h, offset_w;
-    Pixels pixels;  // of the first stage
+    Pixel pixel;  // the first of the first stage
 
     __device__ __forceinline__ Copied() {}
-    __device__ __forceinline__ Copied(const Problem& p, const Work& work) : pixels(p, work.first * SPAN) {
+    __device__ __forceinline__ Copied(const Problem& p, const Work& work)
+        : pixel(work.first * SPAN, p.out_height, p.out_width) {
         const int lane = threadIdx.x % 32;
         const Columns columns(p, work.block + lane - ROW_BLOCKS);
         // What is read of the next group is not written.
@@ -230,7 +206,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
     const bool of_dy = lane < ROW_BLOCKS, busy = lane < ROW_BLOCKS + COLUMN_BLOCKS;
     const int channel = copied.channel;
     const Kept kept = p.once & (of_dy ? 1 : 2) ? Kept::BRIEFLY : Kept::USUALLY;
-    Pixels pixels = copied.pixels;
+    Pixel pixel = copied.pixel;
     for (int step = work.first; step < work.last; ++step) {
         const u32 to = at.stage(ring.index) + lane * BLOCK_BYTES, barrier = at.filled(ring.index);
         barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
@@ -242,20 +218,16 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Wor
             if constexpr (FLAT)
                 load_box(to, maps.x, barrier, channel, step * SPAN, kept);
             else
-                load_pixels(to, maps.x, barrier, channel, pixels.x * p.stride_w - p.padding_w,
-                            pixels.y * p.stride_h - p.padding_h, pixels.image, copied.offset_w, copied.offset_h, kept);
+                load_pixels(to, maps.x, barrier, channel, pixel.x * p.stride_w - p.padding_w,
+                            pixel.y * p.stride_h - p.padding_h, pixel.image, copied.offset_w, copied.offset_h, kept);
         }
-        pixels.advance(p);
+        pixel.advance(p, p.out_height, p.out_width);
         ring.advance();
     }
 }
 
-#if BORDER
-#include "conv2d_weight_inside.cuh"
-#endif
-
 #if NORMALIZED
-#include "conv2d_weight_input.cuh"
+#include "conv2d_weight_hopper_input.cuh"
 #elif DTYPE
 constexpr int BLOCKS = ROWS / 64;  // products along the rows
 using Sum = float[BLOCKS][COLUMNS / 2];

@@ -1,6 +1,6 @@
-// What the weight gradients of Hopper share: clusters, and how sums leave the registers.
-// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; VEC_Y (1, 4), values per access to the
-// gradient; OVERFLOWS: the gradient leaves the L2 cache first.
+// What the weight gradients of Hopper share: clusters, how images are walked, and how sums leave the registers.
+// Macros: CLUSTER (1, 2), blocks that add up their sums before they write them; OVERFLOWS: the gradient leaves the L2
+// cache first.
 #pragma once
 #include "hopper.cuh"
 
@@ -18,6 +18,29 @@
 #define CLUSTERED
 #endif
 
+// A pixel of images of height x width, or a point of a grid over them, and those a stage further: `further_n`, `_h` and
+// `_w` of the problem, which are a stage as images, rows and pixels.
+struct Pixel {
+    int image, y, x;
+
+    __device__ __forceinline__ Pixel() {}
+    __device__ __forceinline__ Pixel(int index, int height, int width) {
+        const int line = index / width;
+        x = index - line * width;
+        image = line / height;
+        y = line - image * height;
+    }
+
+    template <class Problem>
+    __device__ __forceinline__ void advance(const Problem& p, int height, int width) {
+        x += p.further_w;
+        y += p.further_h;
+        image += p.further_n;
+        if (x >= width) x -= width, ++y;
+        if (y >= height) y -= height, ++image;
+    }
+};
+
 // What a partial sum holds of a tile: rows, and columns of each span. Multiples of 16, all but where the gradient has
 // fewer.
 struct Patches {
@@ -34,11 +57,8 @@ struct Target {
 // known of all stores, since branches would cost more than the stores.
 enum Mode { SET, ADD, PART };
 
-// This thread's columns of eight, the first of them: two, or where four may be written at a time, four of sixteen.
-DEVICE int thread_column() {
-    const int q = threadIdx.x % 4;
-    return VEC_Y == 4 ? q % 2 * 8 + q / 2 * 4 : q * 2;
-}
+// The first of the four columns of sixteen that this thread writes.
+DEVICE int thread_column() { return threadIdx.x % 2 * 8 + threadIdx.x % 4 / 2 * 4; }
 
 template <Mode MODE>
 DEVICE void put_four(float* to, float4 four) {
@@ -55,38 +75,22 @@ DEVICE void put_four(float* to, float4 four) {
         there = four;
 }
 
-template <Mode MODE>
-DEVICE void put_two(float* to, float first, float second) {
-    to[0] = MODE == ADD ? to[0] + first : first;
-    to[1] = MODE == ADD ? to[1] + second : second;
-}
-
 // Of two neighbouring patches, 8 columns each, what this thread holds: two columns of row `row` and of the row DOWN
-// further. Four columns at a time, neighbours trade their halves before: then four threads write 64 bytes of a row.
+// further. Neighbours trade their halves before: then four threads write 64 bytes of a row.
 template <int DOWN, Mode MODE>
 DEVICE void put_patches(float* output, i64 pitch, int row, int rows, const Target& at, int j, const float4& left,
                         const float4& right) {
     float* const to = output + row * pitch + at.column + 8 * j;
-    if constexpr (VEC_Y == 4) {
-        const bool odd = threadIdx.x % 2;
-        float4 mine = odd ? right : left, traded = odd ? left : right;
-        traded.x = __shfl_xor_sync(0xffffffffu, traded.x, 1), traded.y = __shfl_xor_sync(0xffffffffu, traded.y, 1);
-        traded.z = __shfl_xor_sync(0xffffffffu, traded.z, 1), traded.w = __shfl_xor_sync(0xffffffffu, traded.w, 1);
-        const float4 before = odd ? traded : mine, after = odd ? mine : traded;
-        const bool inside = 8 * j < at.left;
-        if (inside && row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
-        if (inside && row + DOWN < rows)
-            put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
-        asm volatile("" ::: "memory");
-    } else {
-        const float4* const both[] = {&left, &right};
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-            if (8 * (j + k) >= at.left) return;
-            if (row < rows) put_two<MODE>(to + 8 * k, both[k]->x, both[k]->y);
-            if (row + DOWN < rows) put_two<MODE>(to + 8 * k + DOWN * pitch, both[k]->z, both[k]->w);
-        }
-    }
+    const bool odd = threadIdx.x % 2;
+    float4 mine = odd ? right : left, traded = odd ? left : right;
+    traded.x = __shfl_xor_sync(0xffffffffu, traded.x, 1), traded.y = __shfl_xor_sync(0xffffffffu, traded.y, 1);
+    traded.z = __shfl_xor_sync(0xffffffffu, traded.z, 1), traded.w = __shfl_xor_sync(0xffffffffu, traded.w, 1);
+    const float4 before = odd ? traded : mine, after = odd ? mine : traded;
+    const bool inside = 8 * j < at.left;
+    if (inside && row < rows) put_four<MODE>(to, make_float4(before.x, before.y, after.x, after.y));
+    if (inside && row + DOWN < rows)
+        put_four<MODE>(to + DOWN * pitch, make_float4(before.z, before.w, after.z, after.w));
+    asm volatile("" ::: "memory");
 }
 
 // Adds up what the blocks of a cluster have summed, in the order of their ranks, each block its share of every thread's

@@ -15,7 +15,8 @@ import numpy as np
 from minidl.cuda.array import as_rows, empty
 from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_hopper import aligned
-from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
+from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
+from minidl.cuda.convolution.conv2d_walk import is_flat
 from minidl.cuda.convolution.conv2d_weight_grid import HALO, ITEMSIZE, ROW_BYTES, SPAN, HaloTile, halo, halo_views
 from minidl.cuda.convolution.conv2d_weight_tiles import (
     TILES,
@@ -34,10 +35,10 @@ from minidl.cuda.convolution.conv2d_weight_tiles import (
     tiles_of,
 )
 from minidl.cuda.convolution.widen import narrow
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import HOPPER, DeviceRecord
 from minidl.cuda.hopper import TF32, TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.rows import address, rows
+from minidl.cuda.rows import ACCESS, address, rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div, round_up
 
@@ -59,7 +60,6 @@ __all__ = [
     "tiles_of",
 ]
 
-ARCH = (9, 0)
 
 # The structures Problem of conv2d_weight_hopper.cu and of conv2d_weight_halo.cu.
 _PROBLEM = struct(
@@ -87,23 +87,14 @@ _PATCH = 16, 8  # rows and columns of a partial sum that a warp writes at a time
 ENOUGH_THREADS, ENOUGH_BLOCKS, MOST_SPLIT = 2**15, 512, 32
 
 
-class Summed(NamedTuple):
-    """A launch of conv2d_weight_sum.cu that adds up ``values`` float32 of partial sums."""
-
-    values: int
-    grid: tuple[int, int, int]
-    block: int
-    problem: np.ndarray
-    defines: dict[str, int]
-
-
 class Planned(NamedTuple):
     """A launch of ``<stem>_kernel``.
 
     Attributes:
         views: of dy and x.
         parts: into how many sums the pixels are divided.
-        summed: who adds them up, if there are several.
+        values: float32 that these take, if there are several; else 0.
+        summed: the launch of conv2d_weight_sum.cu that adds them up; None: there is one.
     """
 
     stem: str
@@ -114,7 +105,8 @@ class Planned(NamedTuple):
     defines: dict[str, int]
     shared: int
     parts: int
-    summed: Summed | None
+    values: int
+    summed: Launched | None
 
 
 def backward_weight(
@@ -130,31 +122,27 @@ def backward_weight(
 ) -> None:
     """Weight gradient into ``out``; ``norm``: moments, gamma and beta where ``x`` is a batch norm's input.
 
-    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types.
+    ``tf32``: products that stand for one of float32, 1 or 3; 0 for 16-bit types. The kernels write 16 bytes at a time:
+    a gradient that begins elsewhere is made in a place of its own.
     """
     whole = bundled(conv, tf32)
-    if whole.groups < conv.groups:
+    if whole.groups < conv.groups or address(out) % ACCESS:
         gradient = empty((*out.shape[:-1], conv.channels // whole.groups), float32)
         backward_weight(whole, code, dy, x, gradient, False, choice, norm, tf32)
         narrow(gradient, out, accumulate, conv.groups)
         return
     dy, x = aligned(as_rows(dy)), aligned(as_rows(x))
-    vec_y = 4 if address(out) % 16 == 0 else 1
     pitches, normalized = (rows(x)[2], rows(dy)[2]), norm is not None
     forced = taken(choice, conv, normalized, tf32)
-    planned = plan(conv, code, pitches, vec_y, accumulate, forced, normalized, tf32)
-    summed = planned.summed
-    partials = empty(summed.values, float32) if summed else None
+    planned = plan(conv, code, pitches, accumulate, forced, normalized, tf32)
+    partials = empty(planned.values, float32) if planned.summed else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
         TensorMaps(planned.views, (dy, x)), out, partials, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    if summed:
-        launch(
-            "conv2d_weight_sum", "conv2d_weight_sum_kernel", summed.grid, summed.block, partials, out, summed.problem,
-            defines=summed.defines,
-        )  # fmt: skip
+    if planned.summed:
+        planned.summed.start(partials, out)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -163,7 +151,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord, tf32: int = 0) -
     of four in TF32 (``tf32``: 1 or 3), as far as the copy engine can walk the arrays densely (`View.legal`, offsets of
     taps below 255).
     """
-    if device.arch != ARCH or not (code or tf32):
+    if device.arch != HOPPER or not (code or tf32):
         return False
     unit = conv.groups * (8 if code else 4)
     if conv.channels % unit or conv.out_channels % unit:
@@ -180,7 +168,6 @@ def plan(
     conv: Convolution,
     code: int,
     pitches: tuple[int, int],
-    vec_y: int,
     accumulate: bool,
     forced: tuple[WeightTile | HaloTile, Division] | None = None,
     normalized: bool = False,
@@ -190,7 +177,6 @@ def plan(
 
     Args:
         pitches: elements per pixel of x and dy.
-        vec_y: values of the gradient that may be written at a time, as far as its address goes: 4 or 1.
         accumulate: whether the sum is added to the gradient.
         forced: tile and division, instead of those chosen.
         normalized: whether x is the input of a batch norm with a ReLU over it.
@@ -221,7 +207,6 @@ def plan(
     held = _Held(*tile.size, span) if whole else _held(tile, rows, channels, span)
     defines = {"DTYPE": code, "CLUSTER": division.cluster, "NORMALIZED": int(normalized)} | tile.defines
     fields |= {"patch_rows": held.rows, "patch_columns": held.span}
-    defines["VEC_Y"] = 4 if division.parts > 1 and division.tiles == 1 else vec_y
     if grid:
         stem, shared = "conv2d_weight_halo", grid.shared_bytes(tile.stages)
         fields |= {"grid_h": height, "grid_w": width, "tap_h": grid.tap[0], "tap_w": grid.tap[1]}
@@ -230,7 +215,7 @@ def plan(
         stem, shared = "conv2d_weight_hopper", tile.shared_bytes
         fields |= {"columns": taps * channels, "spans": spans, "blocks": taps * spans} | lots
         at_once = division.tiles == 1 and count * division.chunks <= tile.resident * WORKERS
-        defines |= {"FLAT": int(_flat(conv)), "TURNS": int(division.tiles > 1)}
+        defines |= {"FLAT": int(is_flat(conv)), "TURNS": int(division.tiles > 1)}
         fields["once"] = _passing(conv, code) if at_once else 0
         defines["OVERFLOWS"] = int(overflows(conv))
         defines |= {"TF32": int(tf32)} if tf32 else {"BORDER": int(_reaches_out(conv))} if normalized else {}
@@ -238,10 +223,10 @@ def plan(
     sizes = {"rows": rows, "channels": channels, "columns": taps * channels, "spans": spans, "blocks": taps * spans}
     sizes |= {"tiles_m": tiles[0], "tiles_n": tiles[1], "parts": division.parts, "accumulate": accumulate}
     sizes |= {"steps": steps} | lots
-    summed = _sum(tile, held, code, vec_y, conv.groups, **sizes) if division.parts > 1 else None
+    values, summed = _sum(tile, held, code, conv.groups, **sizes) if division.parts > 1 else (0, None)
     blocks = lots["lots"] * division.chunks
     threads = tile.threads + (32 if defines.get("BORDER") and tile.resident > 1 else 0)  # else there are idle warps
-    return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, summed)
+    return Planned(stem, blocks, threads, views, problem, defines, shared, division.parts, values, summed)
 
 
 def _passing(conv: Convolution, code: int) -> int:
@@ -250,7 +235,7 @@ def _passing(conv: Convolution, code: int) -> int:
     bits, 1x1).
     """
     dy, x = ITEMSIZE * prod(conv.y_shape), ITEMSIZE * prod(conv.x_shape)
-    return 3 if not code or not _flat(conv) or dy + x < _MANY else 1 if dy > x else 2
+    return 3 if not code or not is_flat(conv) or dy + x < _MANY else 1 if dy > x else 2
 
 
 class _Held(NamedTuple):
@@ -270,8 +255,8 @@ def _held(tile: WeightTile | HaloTile, rows: int, channels: int, span: int) -> _
     return _Held(min(tile.size[0], round_up(rows, _PATCH[0])), tile.size[1] // span * held, held)
 
 
-def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups: int, **sizes: int) -> Summed:
-    """Who adds up the partial sums. ``sizes``: fields of the problem."""
+def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, groups: int, **sizes: int) -> tuple[int, Launched]:
+    """Values of the partial sums, and the launch that adds them up. ``sizes``: fields of its problem."""
     lots, shared, parts = (sizes[name] for name in ("lots", "shared", "parts"))
     halo, span = isinstance(tile, HaloTile), SPAN if code else SPAN // 2
     down, across, wide = held.rows // _PATCH[0], held.columns // (2 * _PATCH[1]), tile.size[1] // span
@@ -289,14 +274,10 @@ def _sum(tile: WeightTile | HaloTile, held: _Held, code: int, vec_y: int, groups
     fields["down"] = down // lines
     grid = across // warps * sizes["tiles_n"], fields["down"] * sizes["tiles_m"], groups
     assert max(grid[1:]) < 2**16, grid
-    defines = {"DTYPE": code, "VEC_Y": vec_y, "LINES": lines, "WARPS": warps, "SPLIT": split}
+    defines = {"DTYPE": code, "LINES": lines, "WARPS": warps, "SPLIT": split}
     values = lots * (parts + shared - 1) * held.rows * held.columns
-    return Summed(values, grid, 32 * warps * split, argument(_SUM, **fields, **sizes), defines)
-
-
-def _flat(conv: Convolution) -> bool:
-    """Pixels of x and dy are the same."""
-    return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
+    name, problem = "conv2d_weight_sum", argument(_SUM, **fields, **sizes)
+    return values, Launched(name, f"{name}_kernel", grid, 32 * warps * split, problem, defines, 0)
 
 
 def _reaches_out(conv: Convolution) -> bool:
@@ -328,7 +309,7 @@ def _source(conv: Convolution, code: int, pitch: int) -> View:
     """x as the engine walks it: in steps of the stride from the padding on, as many pixels as dy has."""
     itemsize, span = _box(code)
     pixel = pitch * itemsize
-    if _flat(conv):
+    if is_flat(conv):
         return View(code, (conv.channels, conv.pixels), (pixel,), (span, span))
     first = tuple(-padding for padding in reversed(conv.padding))
     counts, steps = (conv.out_width, conv.out_height), tuple(reversed(conv.stride))

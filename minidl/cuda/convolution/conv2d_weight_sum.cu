@@ -9,15 +9,14 @@
 // of tile n is the n * tile_step + b * block_step-th of the gradient, where `spans` blocks make a tap. What a tile has
 // beyond the gradient's rows and columns is left out.
 //
-// Macros: DTYPE, of the operands; VEC_Y (1, 4), values per access to the gradient; LINES (1, 2, 4) of patches x WARPS
-// (1, 2, 4) pairs of patches, the cell that a block adds up; SPLIT (1 to 32, a power of two) threads share a sum:
-// thread j adds parts j, j + SPLIT, ... and then a tree adds theirs.
+// Macros: DTYPE, of the operands; LINES (1, 2, 4) of patches x WARPS (1, 2, 4) pairs of patches, the cell that a block
+// adds up; SPLIT (1 to 32, a power of two) threads share a sum: thread j adds parts j, j + SPLIT, ... and then a tree
+// adds theirs.
 // Block: WARPS x SPLIT warps. Grid: cells (along columns, along rows, groups): a warp has few loads, and each division
 // that it needs to find them is as much as several.
-// Tried without gain: telling the L2 cache that partials need not be written back once they are read
-// (discard.global.L2). Taken out again: let_next_in(). With it ten of ResNet-50's 23 weight gradients of 32 images,
-// timed one behind another on an H200, took 6 to 28 % more than in the run before, likely as blocks of the next one lie
-// badly then. FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
+// Not let_next_in(): with it ten of ResNet-50's 23 weight gradients of 32 images, timed one behind another on an H200,
+// took 6 to 28 % more, likely as blocks of the next one lie badly then.
+// FLOP: 1 per partial. Bytes: partials once, which the L2 cache should still hold, and the gradient once.
 #define CLUSTER 1
 #include "conv2d_weight_hopper.cuh"
 

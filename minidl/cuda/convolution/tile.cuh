@@ -18,7 +18,7 @@
 #include "common.cuh"
 #include "mma.cuh"
 
-constexpr int THREADS = 32 * WARPS_M * WARPS_N;
+constexpr int WARPS = 2, THREADS = 32 * WARPS * WARPS;  // along the rows and along the columns of a block's tile
 constexpr int DEPTH_BYTES = 128;
 constexpr int DEPTH = DEPTH_BYTES / sizeof(T);
 constexpr int CHUNK = 16 / sizeof(T);
@@ -47,32 +47,18 @@ struct Tile {
     }
 };
 
-// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single 16-bit value
-// goes through a register instead, and is there when the function returns.
-template <int COUNT>
-__device__ __forceinline__ void copy_values(u32 to, const char* from, bool valid) {
-    constexpr int BYTES = COUNT * sizeof(T);
-    if constexpr (BYTES >= 4) {
-        copy_async<BYTES>(to, from, valid);
-    } else {
-        unsigned short bits = 0;
-        if (valid) bits = __ldg(reinterpret_cast<const unsigned short*>(from));
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
-    }
-}
-
 // Column of a staged float32 row: rows of a quad land in different banks when fragments are written.
 __device__ __forceinline__ int staged_column(int row, int column) { return column ^ ((row & 3) << 3); }
 
 #if DTYPE != 0 || TF32
 
-// Tensor-core product: WARPS_M x WARPS_N warps, each with its part of rows and columns in fragments of 16 x 8.
+// Tensor-core product: WARPS x WARPS warps, each with its part of rows and columns in fragments of 16 x 8.
 template <int ROWS, int COLUMNS, bool A_DEPTH_INNER, bool B_DEPTH_INNER>
 struct TileProduct {
     using A = Tile<ROWS, A_DEPTH_INNER>;
     using B = Tile<COLUMNS, B_DEPTH_INNER>;
-    static constexpr int M = ROWS / WARPS_M / 16;
-    static constexpr int N = COLUMNS / WARPS_N / 8;
+    static constexpr int M = ROWS / WARPS / 16;
+    static constexpr int N = COLUMNS / WARPS / 8;
     static constexpr int STEP = 32 / sizeof(T);  // depth of one mma: 32 bytes
     static_assert(N % 2 == 0, "column fragments are loaded in pairs");
 
@@ -94,8 +80,8 @@ struct TileProduct {
                 for (int e = 0; e < 4; ++e) sum[i][j][e] = 0.0f;
     }
 
-    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS_N * (ROWS / WARPS_M); }
-    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS_N * (COLUMNS / WARPS_N); }
+    static __device__ __forceinline__ int warp_row() { return threadIdx.x / 32 / WARPS * (ROWS / WARPS); }
+    static __device__ __forceinline__ int warp_column() { return threadIdx.x / 32 % WARPS * (COLUMNS / WARPS); }
 
     // A word of a tile of 32-bit values: ldmatrix transposes 16-bit values only.
     static __device__ __forceinline__ u32 load_word(u32 address) {
@@ -132,16 +118,12 @@ struct TileProduct {
         }
     }
 
-    // Words of float32 rounded to TF32, to nearest; of three products also what is left, of which the units ignore the
-    // last bit. There the rounding may carry: a NaN that becomes a zero by it is one in what is left.
+    // Words of float32 rounded to TF32; of three products also what is left.
     template <int COUNT>
     static __device__ __forceinline__ void split(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
+        if constexpr (TF32 == 3) return split_to_tf32(words, rest);
 #pragma unroll
-        for (int e = 0; e < COUNT; ++e) {
-            const u32 head = TF32 == 3 ? (words[e] + 0x1000) & 0xffffe000 : round_to_tf32(words[e]);
-            if (TF32 == 3) rest[e] = __float_as_uint(__uint_as_float(words[e]) - __uint_as_float(head));
-            words[e] = head;
-        }
+        for (int e = 0; e < COUNT; ++e) words[e] = round_to_tf32(words[e]);
     }
 
     // Adds the product of the tiles at offset `stage`. `meanwhile` is called once the first operands are on their way.
@@ -176,23 +158,15 @@ struct TileProduct {
             for (int i = 0; i < M; ++i)
 #pragma unroll
                 for (int j = 0; j < N; ++j) {
-                    mma_tf32(total[i][j], a_rest[i], b[j]);
-                    mma_tf32(total[i][j], a[i], b_rest[j]);
+                    multiply_fragments(total[i][j], a_rest[i], b[j]);
+                    multiply_fragments(total[i][j], a[i], b_rest[j]);
                 }
 #endif
 #endif
 #pragma unroll
             for (int i = 0; i < M; ++i)
 #pragma unroll
-                for (int j = 0; j < N; ++j) {
-#if DTYPE == 0
-                    mma_tf32(total[i][j], a[i], b[j]);
-#elif DTYPE == 1
-                    mma_bf16(total[i][j], a[i], b[j]);
-#else
-                    mma_f16(total[i][j], a[i], b[j]);
-#endif
-                }
+                for (int j = 0; j < N; ++j) multiply_fragments(total[i][j], a[i], b[j]);
         }
 #if TF32 == 3
 #pragma unroll

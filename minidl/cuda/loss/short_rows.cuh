@@ -5,8 +5,8 @@
 // do not wait for each other. What keeps the memory busy is bytes under way: of rows of three classes a thread takes
 // eight, and no thread waits for a label that it has only just asked for.
 #pragma once
+#include "async_copies.cuh"
 #include "lanes.cuh"
-#include "mma.cuh"
 
 #define BLOCK 128
 

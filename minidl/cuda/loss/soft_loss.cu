@@ -9,9 +9,8 @@
 //   sum(u) exp(x_k - lse) - u_k, divided by the rows, as in torch.nn.CrossEntropyLoss.
 //
 // Mapping: row.cuh, one row at a time for a thread; forward `passes` groups of rows for a block, STEPS runs of a row
-// loaded before the first is used. Per logit, with
-// s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward
-// 2 s + 4 bytes, 8 FLOP; floor on an H200 at 4.2 TB/s in bf16 per million logits: 1.4 and 1.9 us.
+// loaded before the first is used. Per logit, with s = sizeof(T): forward s + 4 bytes, 9 FLOP, backward 2 s + 4 bytes, 8
+// FLOP; floor on an H200 at 4.2 TB/s in bf16 per million logits: 1.4 and 1.9 us.
 #include "common.cuh"
 #include "exponential.cuh"
 #include "loss.cuh"
@@ -20,6 +19,8 @@
 constexpr int COLUMNS = 4;
 
 #if defined(FORWARD)
+constexpr int STEPS = 2, RESIDENT = 4;  // runs of a row on their way to a thread; blocks of a multiprocessor
+
 // A thread's part of a row, read once: sums around its largest logit so far (Milakov & Gimelshein, 2018).
 struct Part {
     float peak = -3.402823466e38f, top = peak;  // finite, so that peak - peak is 0 in a part without elements
@@ -125,7 +126,7 @@ DEVICE void load_share(const RowPart<float>& targets, const float* __restrict__ 
 }
 
 // Blocks that a multiprocessor holds, with the rows in registers.
-constexpr int RESIDENT = HELD > 2 ? 2 : HELD == 2 ? 3 : 4;
+constexpr int RESIDENT = HELD == 2 ? 3 : 4;
 
 extern "C" __global__ void __launch_bounds__(BLOCK, RESIDENT)
 soft_cross_entropy_backward(const T* __restrict__ logits, const float* __restrict__ targets,

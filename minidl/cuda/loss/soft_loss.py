@@ -17,7 +17,6 @@ from minidl.shapes import ceil_div
 
 COLUMNS = 4
 MOST_HELD = 2  # runs of a row and its targets that a thread holds in registers
-FORWARD = {"STEPS": 2, "RESIDENT": 4}  # runs of a row on their way to a thread, and blocks of a multiprocessor
 MOST_RUNS = 32  # of a thread before more than a warp shares a row: so many sums cost more across warps
 MOST_PARTIALS = 1024  # blocks whose totals one more launch adds
 
@@ -52,7 +51,7 @@ def soft_cross_entropy(
     if count == 0:
         return zeros((COLUMNS,), np.float64), lse
     defines, grid = row_variant("soft_cross_entropy", logits, targets, most=MOST_RUNS)
-    defines |= {"FORWARD": 1, **FORWARD}
+    defines |= {"FORWARD": 1}
     passes = ceil_div(grid, MOST_PARTIALS)
     partial = empty((ceil_div(grid, passes), COLUMNS), np.float64)
     sizes = np.int64(count), np.int32(channels), np.int64(pitch), np.int32(passes), *_shares(smoothing, channels)

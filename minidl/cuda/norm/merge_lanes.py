@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from minidl.cuda.device import current_device
+from minidl.cuda.device import HOPPER, current_device
 from minidl.cuda.grid import ints
 from minidl.cuda.launch import launch
 from minidl.shapes import ceil_div
@@ -36,6 +36,6 @@ def merge_lanes(stem: str, kernel: str, chunks: int, channels: int, *args: Any, 
     """
     groups = ceil_div(channels, GROUP)
     shares = shares_of(chunks, groups)
-    cluster = shares if current_device().arch >= (9, 0) else 1
+    cluster = shares if current_device().arch >= HOPPER else 1
     macros = {"SHARES": shares, "CLUSTER": cluster, **defines}
     launch(stem, kernel, groups * cluster, GROUP * LANES, *args, *ints(chunks, channels), defines=macros)

@@ -17,8 +17,8 @@ from minidl.cuda.activation import relu as apply_relu
 from minidl.cuda.array import as_rows, contiguous, empty, zeros
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
 from minidl.cuda.convolution.conv2d import conv2d, conv2d_backward_data
-from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, argument, pixel_chunk, struct
-from minidl.cuda.device import current_device
+from minidl.cuda.convolution.conv2d_plan import DEPTH_BYTES, TILE_THREADS, argument, pixel_chunk, struct
+from minidl.cuda.device import HOPPER, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dtype_code, rows, vector_width
 from minidl.cuda.sparse import csb_dots, csb_rows, csb_sampled_hopper, csb_skinny, csb_skinny_hopper, csb_tensor
@@ -29,7 +29,7 @@ from minidl.shapes import Pair, ceil_div
 THREADS = 256
 MOST_ROWS = 128  # output features of a thread block: 16 for each warp, as many as the registers hold
 TURNED_FLOATS = 64 * 256  # of a block's part of x in shared memory: 64 samples at the largest block side
-SAMPLED_TILE, WARPS, STAGES = 64, 2, 3  # of the sampled product
+SAMPLED_TILE, STAGES = 64, 3  # of csb_sampled.cu
 
 _POINTWISE = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 
@@ -89,7 +89,7 @@ def csb_matmul(
     elif name == "split":
         csb_tensor.matmul(*arrays, y, shape, side, transposed, features_last, bias, relu, split)
     elif name == "skinny":
-        kernels = csb_skinny_hopper if current_device().arch == csb_skinny_hopper.ARCH else csb_skinny
+        kernels = csb_skinny_hopper if current_device().arch == HOPPER else csb_skinny
         kernels.matmul(*arrays, y, shape, transposed, bias, relu)
     elif name == "dense":
         return _dense(product, *arrays, bias, relu)
@@ -213,15 +213,14 @@ def csb_sampled(
         accumulate=accumulate and chunks == 1,
     )  # fmt: skip
     widest = ACCESS // dy.itemsize
-    defines = {"DTYPE": code, "TF32": 0, "STAGES": STAGES, "TILE_M": SAMPLED_TILE, "TILE_N": SAMPLED_TILE}
-    defines |= {"WARPS_M": WARPS, "WARPS_N": WARPS, "SIDE": side, "FEATURES_LAST": int(features_last)}
+    defines = {"DTYPE": code, "STAGES": STAGES, "SIDE": side, "FEATURES_LAST": int(features_last)}
     defines |= {"VEC_DY": min(widest, vector_width(dy)), "VEC_X": min(widest, vector_width(x))}
     grid = tiles[0] * tiles[1] * chunks
     assert grid < 2**31, (shape, samples)
     shared = max(STAGES * DEPTH_BYTES * 2 * SAMPLED_TILE, 4 * SAMPLED_TILE**2)
     partials = out if chunks == 1 else empty((chunks, out.size), float32)
     arrays = indptr, indices, dy, x, partials
-    launch("csb_sampled", "csb_sampled_kernel", grid, 32 * WARPS**2, *arrays, problem, defines=defines, shared=shared)
+    launch("csb_sampled", "csb_sampled_kernel", grid, TILE_THREADS, *arrays, problem, defines=defines, shared=shared)
     if chunks > 1:
         sum_partials(partials, chunks, out, accumulate)
 

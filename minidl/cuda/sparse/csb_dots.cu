@@ -78,7 +78,7 @@ DEVICE void fetch(u32 to, const float* __restrict__ from, i64 pitch, int left, i
 #pragma unroll 8
         for (int i = row; i < DOWN; i += STEP) {
             const bool valid = i < rows && column < columns;
-            copy_async<4 * VECTOR>(place, valid ? source : from, valid);
+            copy_to_stage<4 * VECTOR>(place, valid ? source : from, valid);
             source += STEP * pitch;
             place += 4 * STEP * (FEATURES_LAST ? Place::SAMPLE : Place::FEATURE);
         }

@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import HOPPER, DeviceRecord
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
 from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-ARCH = (9, 0)
 CAPACITY = 1024  # elements of a pass
 VEC, STAGES = 2, 2
 REGIONS = ((256, 128), (128, 128), (64, 128), (64, 64))  # by falling size
@@ -42,7 +41,7 @@ class DotsTile(NamedTuple):
 
 def applies(side: int, dtype: Any, shape: Pair, nnz: int, features_last: bool, device: DeviceRecord) -> bool:
     """Whether this kernel can do a product, and the matrix is sparse enough for it."""
-    fits = side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
+    fits = side >= LEAST_SIDE and dtype == float32 and device.arch == HOPPER
     return fits and nnz <= DENSEST[features_last] * shape[0] * shape[1]
 
 

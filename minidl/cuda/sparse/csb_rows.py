@@ -14,7 +14,7 @@ import numpy as np
 
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
@@ -22,7 +22,6 @@ from minidl.cuda.sparse.csb_order import RANGE, UNIT
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-ARCH = (9, 0)
 LEAST_SIDE = 16  # smaller blocks are too many to walk
 HEADER = 10  # slots of a list before its values
 FETCHERS = 128  # threads that fetch, but for the copy engine's 32
@@ -86,7 +85,7 @@ class RowsTile(NamedTuple):
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
     """Whether these kernels can do a product."""
-    return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
+    return side >= LEAST_SIDE and dtype == float32 and device.arch == HOPPER
 
 
 @functools.lru_cache(maxsize=4096)

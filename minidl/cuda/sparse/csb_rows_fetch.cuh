@@ -73,7 +73,7 @@ DEVICE void start_piece(u32 to, int which, const float* __restrict__ x, const Pr
         }
 #pragma unroll
         for (int f = 0; f < 4; f += VEC_X)
-            copy_async<4 * VEC_X>((to ^ 16 * a) + 512 * a + 4 * f, source + f, inside && f < left);
+            copy_to_stage<4 * VEC_X>((to ^ 16 * a) + 512 * a + 4 * f, source + f, inside && f < left);
         if (!CONV) from += DOWN * p.x_pitch;
     }
 }
@@ -116,7 +116,7 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, const
         for (int i = 0; i < COPIES; i += BATCH) {
 #pragma unroll
             for (int g = 0; g < BATCH; ++g) {
-                copy_async<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
+                copy_to_stage<4 * VEC_X>(to + 128 * STEP * g, from, g * STEP < there);
                 from += step;
             }
             to += 128 * STEP * BATCH;

@@ -13,14 +13,16 @@
 //   dy, x     feature * pitch + sample, or with FEATURES_LAST sample * pitch + feature         T
 //   output    (chunks, nnz) dense; with one chunk the gradient itself, set or added to         float32
 //
-// Macros: DTYPE, TF32 (0), STAGES, TILE_M = TILE_N = 64, WARPS_M, WARPS_N; SIDE; FEATURES_LAST; VEC_DY, VEC_X: elements
-// per access, at most 16 bytes.
-// Grid: column tiles (fastest), row tiles, chunks. Dynamic shared memory: STAGES * 128 * (TILE_M + TILE_N) bytes, at
-// least 4 * TILE_M * TILE_N.
+// Macros: DTYPE, STAGES, SIDE, FEATURES_LAST; VEC_DY, VEC_X: elements per access, at most 16 bytes.
+// Grid: tiles of TILE x TILE, of columns (fastest), of rows, chunks. Dynamic shared memory: STAGES * 128 * 2 * TILE
+// bytes, at least 4 * TILE * TILE.
 // FLOP: 2 * rows * columns * samples of the tiles that hold elements: dense work, on tensor cores for 16-bit types.
 // Bytes: dy once per column tile, x once per row tile (from L2), indices, 4 * chunks * nnz twice.
+#define TF32 0  // float32 is multiplied as it is
 #include "tile.cuh"
 #include "csb.cuh"
+
+constexpr int TILE = 64;
 
 struct Problem {
     i64 dy_pitch, x_pitch;
@@ -76,25 +78,25 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
                    const T* __restrict__ x, float* __restrict__ output, const __grid_constant__ Problem p) {
     await_predecessor();
     extern __shared__ __align__(128) unsigned char tiles[];
-    using Product = TileProduct<TILE_M, TILE_N, !FEATURES_LAST, !FEATURES_LAST>;
+    using Product = TileProduct<TILE, TILE, !FEATURES_LAST, !FEATURES_LAST>;
     constexpr int STAGE = Product::A::BYTES + Product::B::BYTES;
     u32 block = blockIdx.x;
-    const int first_column = block % p.tiles_n * TILE_N;
+    const int first_column = block % p.tiles_n * TILE;
     block /= p.tiles_n;
-    const int first_row = block % p.tiles_m * TILE_M;
+    const int first_row = block % p.tiles_m * TILE;
     const i64 chunk = block / p.tiles_m, first_sample = chunk * p.chunk;
 
     int found = 0;
     const auto for_tile = [&](auto visit) {
-        for_elements<THREADS, TILE_M, TILE_N>(indptr, indices, p.a, first_row, first_column, threadIdx.x, visit);
+        for_elements<THREADS, TILE, TILE>(indptr, indices, p.a, first_row, first_column, threadIdx.x, visit);
     };
     for_tile([&](int, int, int) { found = 1; });
     if (!__syncthreads_or(found)) return;
 
     const int count = static_cast<int>(first_sample + p.chunk < p.samples ? p.chunk : p.samples - first_sample);
     const int stages = ceil_div(count, DEPTH);
-    Feed<TILE_M, VEC_DY> left(dy, p.dy_pitch, first_sample, first_row, p.a.rows);
-    Feed<TILE_N, VEC_X> right(x, p.x_pitch, first_sample, first_column, p.a.columns);
+    Feed<TILE, VEC_DY> left(dy, p.dy_pitch, first_sample, first_row, p.a.rows);
+    Feed<TILE, VEC_X> right(x, p.x_pitch, first_sample, first_column, p.a.columns);
     const u32 shared_tiles = shared_address(tiles);
     int remaining = count, written = 0, read = 0;
     const auto copy = [&] {
@@ -120,7 +122,7 @@ csb_sampled_kernel(const int* __restrict__ indptr, const u16* __restrict__ indic
     __syncthreads();
     float* const out = output + chunk * p.nnz;
     for_tile([&](int e, int row, int column) {
-        const float value = staged[row * TILE_N + staged_column(row, column)];
+        const float value = staged[row * TILE + staged_column(row, column)];
         out[e] = p.accumulate ? out[e] + value : value;
     });
 }

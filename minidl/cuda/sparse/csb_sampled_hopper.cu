@@ -21,8 +21,9 @@
 // nnz twice.
 //
 // Macros: DTYPE (1, 2), SPLIT, SIDE, FEATURES_LAST, TILE_N (64, 128, 256), STAGES.
-#include "hopper.cuh"
 #include "csb.cuh"
+#include "hopper.cuh"
+#include "wgmma.cuh"
 
 constexpr int DEPTH = 64, TILE_M = 128;
 constexpr int ROW_BLOCKS = TILE_M / 64, BLOCKS = ROW_BLOCKS + TILE_N / 64;  // boxes of a stage

@@ -8,7 +8,7 @@ from minidl.cuda.array import empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord
+from minidl.cuda.device import HOPPER, DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import DTYPE, rows, vector_width
@@ -16,7 +16,6 @@ from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import bfloat16, float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-ARCH = (9, 0)
 DEPTH, TILE_M = 64, 128
 STAGES = {64: 8, 128: 6, 256: 4}  # by columns of a tile
 BLOCKS_WANTED = 132  # a constant, so that sums are cut alike on every device
@@ -31,7 +30,7 @@ def applies(side: int, dtype: Any, shape: Pair, samples: int, features_last: boo
     """Whether this kernel can do a product: 16-bit types, rows in whole vectors of eight."""
     row_lengths = shape if features_last else (samples,)
     return (
-        side >= LEAST_SIDE and dtype.itemsize == 2 and device.arch == ARCH and samples < 2**31 - DEPTH
+        side >= LEAST_SIDE and dtype.itemsize == 2 and device.arch == HOPPER and samples < 2**31 - DEPTH
         and all(length % 8 == 0 for length in row_lengths)
     )  # fmt: skip
 
@@ -40,7 +39,7 @@ def splits(
     split: str | None, side: int, shape: Pair, nnz: int, samples: int, features_last: bool, device: DeviceRecord
 ) -> bool:
     """Whether a float32 product is taken as three of bfloat16, where ``split`` permits it."""
-    fits = split == "bf16x3" and side >= LEAST_SIDE and device.arch == ARCH and samples < 2**31 - DEPTH
+    fits = split == "bf16x3" and side >= LEAST_SIDE and device.arch == HOPPER and samples < 2**31 - DEPTH
     return fits and nnz >= SPLIT_FROM[features_last] * shape[0] * shape[1]
 
 

@@ -143,11 +143,7 @@ DEVICE void multiply(float (&sum)[4][COLUMNS][4], u32 rows, const uint4 (&words)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const u32 b[2] = {s ? words[j].z : words[j].x, s ? words[j].w : words[j].y};
-#if DTYPE == 1
-                mma_bf16(sum[i][j], a, b);
-#else
-                mma_f16(sum[i][j], a, b);
-#endif
+                multiply_fragments(sum[i][j], a, b);
             }
         }
 }

@@ -30,6 +30,7 @@
 //
 // Macros: DTYPE (1, 2), TRANSPOSED.
 #include "hopper.cuh"
+#include "wgmma.cuh"
 
 constexpr u32 NONE = ~0u;
 

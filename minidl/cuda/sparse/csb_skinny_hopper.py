@@ -16,7 +16,6 @@ from minidl.cuda.rows import DTYPE, address, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-ARCH = (9, 0)
 SIDE, FEATURES = 64, 256  # of a block of A, output features of a unit
 STAGES = 4
 THREADS = 128 + 32 * 4 * STAGES

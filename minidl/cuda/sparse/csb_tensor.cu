@@ -28,6 +28,7 @@
 // first 4, or 1).
 #include "csb_tensor.cuh"
 #include "store_whole.cuh"
+#include "wgmma.cuh"
 
 struct Problem {
     i64 x_pitch, samples;
@@ -68,7 +69,7 @@ DEVICE void fetch_x(u32 to, const float* __restrict__ x, const Problem& p, i64 s
         for (int i = row; i < DOWN; i += STEP) {
             const bool valid = inside && i < rows;
             const int place = FEATURES_LAST ? x_offset(i, column) : x_offset(column, i);
-            copy_async<4 * VEC_X>(to + place, valid ? from : x, valid);
+            copy_to_stage<4 * VEC_X>(to + place, valid ? from : x, valid);
             from += STEP * p.x_pitch;
         }
     }
@@ -125,9 +126,9 @@ DEVICE void multiply(float (&sum)[2][64], const Fragments& head, const Fragments
     for (int s = 0; s < INSTRUCTIONS; ++s)
 #pragma unroll
         for (int m = 0; m < 2; ++m) {
-            multiply_words(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
-            multiply_words(sum[m], head[s][m], rests + operand_step(32) * s, 1);
-            multiply_words(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
+            multiply(sum[m], head[s][m], heads + operand_step(32) * s, !(first && s == 0));
+            multiply(sum[m], head[s][m], rests + operand_step(32) * s, 1);
+            multiply(sum[m], rest[s][m], heads + operand_step(32) * s, 1);
         }
     commit_products();
 }

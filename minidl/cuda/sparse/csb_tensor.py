@@ -10,14 +10,13 @@ import numpy as np
 
 from minidl.cuda.array import empty
 from minidl.cuda.convolution.conv2d_plan import argument, struct
-from minidl.cuda.device import DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows, vector_width
 from minidl.cuda.sparse.csb_rows import LEAST_SIDE
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div, round_up
 
-ARCH = (9, 0)
 SPLITS = {"tf32x3": 0, "bf16x3": 1}  # the macro DTYPE
 PART, ROWS, SAMPLES, DEPTH = 64, 128, 256, 32
 TILE_BYTES = 2 * ROWS * DEPTH * 4, ROWS * DEPTH * 4  # of heads and rests: TF32, bf16
@@ -29,7 +28,7 @@ _PROBLEM = struct("x_pitch samples", "features depth steps tiles_down tiles relu
 
 def applies(side: int, dtype: Any, device: DeviceRecord) -> bool:
     """Whether these kernels can do a product."""
-    return side >= LEAST_SIDE and dtype == float32 and device.arch == ARCH
+    return side >= LEAST_SIDE and dtype == float32 and device.arch == HOPPER
 
 
 def spread(indptr: Any, indices: Any, values: Any, shape: Pair, side: int, transposed: bool, split: str) -> Any:

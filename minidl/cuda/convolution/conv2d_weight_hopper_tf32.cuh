@@ -2,7 +2,7 @@
 // with the summed dimension innermost, and here it is the pixels.
 //
 // Operands are blocks of 32 pixels x 32 filters or channels, rows of 128 bytes as the copy engine leaves them (see
-// hopper.cuh). A thread of lane 4 * g + t has pixels 2 * t and 2 * t + 1 of every eight: with the swizzle no two
+// wgmma.cuh). A thread of lane 4 * g + t has pixels 2 * t and 2 * t + 1 of every eight: with the swizzle no two
 // threads that read together meet in a bank, and which pixel is which of a product's eight is the same for both
 // operands. Of 16 rows g and g + 8 of a fragment are filters 2 * g and 2 * g + 1, which are read at once; of 8 columns
 // g is channel g.
@@ -11,24 +11,13 @@
 // out (see tile.cuh), and every stage is summed apart, as the units cut long sums off.
 #pragma once
 #include "hopper.cuh"
+#include "mma.cuh"
 
 // Fragments of 8 pixels, of M blocks of rows and N of columns.
 template <int M, int N>
 struct Fragments {
     u32 rows[2 * M][4], columns[4 * N][2];
 };
-
-DEVICE u32 load_word(u32 address) {
-    u32 word;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(word) : "r"(address) : "memory");
-    return word;
-}
-
-DEVICE uint2 load_pair(u32 address) {
-    uint2 pair;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(pair.x), "=r"(pair.y) : "r"(address) : "memory");
-    return pair;
-}
 
 // Where this thread's words are in a block of rows or columns, for each fragment of it and both pixels.
 struct Places {
@@ -54,38 +43,14 @@ DEVICE void load_fragments(Fragments<M, N>& to, const Places& places, u32 offset
     for (int i = 0; i < 2 * M; ++i)
 #pragma unroll
         for (int next = 0; next < 2; ++next) {
-            const uint2 pair = load_pair(places.row[i % 2][next] + offset + i / 2 * block_bytes);
+            const uint2 pair = load_shared_pair(places.row[i % 2][next] + offset + i / 2 * block_bytes);
             to.rows[i][2 * next] = pair.x, to.rows[i][2 * next + 1] = pair.y;
         }
 #pragma unroll
     for (int j = 0; j < 4 * N; ++j)
 #pragma unroll
         for (int next = 0; next < 2; ++next)
-            to.columns[j][next] = load_word(places.column[j % 4][next] + offset + j / 4 * block_bytes);
-}
-
-// Of each word what TF32 holds, to nearest, and what is left, of which the units ignore the last bit. A NaN that the
-// carry turns into a zero is one in what is left.
-template <int COUNT>
-DEVICE void split_words(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) {
-        const u32 head = (words[i] + 0x1000) & 0xffffe000;
-        rest[i] = __float_as_uint(__uint_as_float(words[i]) - __uint_as_float(head));
-        words[i] = head;
-    }
-}
-
-// d[4 * j]...: the product of a fragment of the rows and of fragment j of the columns, of this thread filter 2 * g,
-// channels 2 * t and 2 * t + 1, then filter 2 * g + 1.
-template <int N>
-DEVICE void multiply_fragment(float (&d)[4 * N], const u32 (&a)[4], const u32 (&b)[N][2]) {
-#pragma unroll
-    for (int j = 0; j < N; ++j)
-        asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-            "{%0, %1, %2, %3};"
-            : "+f"(d[4 * j]), "+f"(d[4 * j + 1]), "+f"(d[4 * j + 2]), "+f"(d[4 * j + 3])
-            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[j][0]), "r"(b[j][1]));
+            to.columns[j][next] = load_shared_word(places.column[j % 4][next] + offset + j / 4 * block_bytes);
 }
 
 template <int I, int J>
@@ -94,21 +59,29 @@ DEVICE void clear(float (&sum)[I][J]) {
     for (int i = 0; i < I * J; ++i) sum[i / J][i % J] = 0.0f;
 }
 
+// sum[4 * j]...: the product of a fragment of the rows and of fragment j of the columns, of this thread filter 2 * g,
+// channels 2 * t and 2 * t + 1, then filter 2 * g + 1.
+template <int N>
+DEVICE void multiply_columns(float (&sum)[4 * N], const u32 (&rows)[4], const u32 (&columns)[N][2]) {
+#pragma unroll
+    for (int j = 0; j < N; ++j) multiply_fragments(reinterpret_cast<float(&)[4]>(sum[4 * j]), rows, columns[j]);
+}
+
 // Adds the product of 8 pixels.
 template <int M, int N>
 DEVICE void multiply_eight(float (&sum)[2 * M][16 * N], Fragments<M, N>& of) {
     u32 columns_rest[4 * N][2];
     if constexpr (TF32 == 3)
 #pragma unroll
-        for (int j = 0; j < 4 * N; ++j) split_words(of.columns[j], columns_rest[j]);
+        for (int j = 0; j < 4 * N; ++j) split_to_tf32(of.columns[j], columns_rest[j]);
 #pragma unroll
     for (int i = 0; i < 2 * M; ++i) {
         if constexpr (TF32 == 3) {
             u32 rest[4];
-            split_words(of.rows[i], rest);
-            multiply_fragment<4 * N>(sum[i], rest, of.columns);
-            multiply_fragment<4 * N>(sum[i], of.rows[i], columns_rest);
+            split_to_tf32(of.rows[i], rest);
+            multiply_columns<4 * N>(sum[i], rest, of.columns);
+            multiply_columns<4 * N>(sum[i], of.rows[i], columns_rest);
         }
-        multiply_fragment<4 * N>(sum[i], of.rows[i], of.columns);
+        multiply_columns<4 * N>(sum[i], of.rows[i], of.columns);
     }
 }

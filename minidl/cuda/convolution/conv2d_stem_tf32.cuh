@@ -33,9 +33,9 @@ DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, cons
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         if (step % GROUPS_W * GROUP + 4 < WINDOW)
-            mma_tf32(sum[j], a, b[j]);
+            multiply_fragments(sum[j], a, b[j]);
         else
-            mma_tf32_half(sum[j], a, b[j]);
+            multiply_halves(sum[j], a, b[j]);
     }
 }
 

@@ -8,13 +8,10 @@
 // dy comes from registers: in shared memory each product of so few columns would read it anew.
 //
 // 7x7 of three channels, 256x112x112x64 on an H200: 190 us, the sum of the partials included, where pairs take 297 and cuDNN
-// 1131 (bytes 121, products with their padding 97). Tried without gain: products of a group of each row of the filter, 64
-// columns for 32, from two rings one behind the other (as fast at 32 images and for filters of 3x3); two rounds of chunks
-// (206). Forward the same lines, filters in registers times windows, take 206 us with statistics for 254, but nothing for
-// filters of 3x3 (99 for 100 us at 32x256x256x64), and memcheck reported a read of a window outside of shared memory that
-// was not explained.
+// 1131 (bytes 121, products with their padding 97). What was tried besides, forward too: docs/tuning.md.
 #pragma once
 #include "hopper.cuh"
+#include "wgmma.cuh"
 
 constexpr int WIDE = GROUP / STRIDE_W;                          // channels of a pixel of a line
 constexpr int ACROSS = (KERNEL_W + STRIDE_W - 1) / STRIDE_W;    // groups of a window
@@ -28,7 +25,7 @@ constexpr int ROWS_BYTES = NEW * LENGTH * 2;
 
 DEVICE int pixel_row(int i) { return i; }
 
-// The operand of all windows from `address` on, for hopper.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
+// The operand of all windows from `address` on, for wgmma.cuh: MN-major and not swizzled, with eight of the depth, 16 bytes
 // each, one after the other, the next eight 128 bytes and the next eight columns 16 bytes further.
 DEVICE u64 windows_from(u32 address) { return u64((address & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(16 >> 4) << 32; }
 

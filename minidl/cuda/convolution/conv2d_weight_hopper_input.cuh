@@ -1,4 +1,4 @@
-// How conv2d_weight_hopper.cu normalises x, in registers; a part of it, which knows its structures.
+// How conv2d_weight_hopper.cu normalises x, in registers: a part of that file, included where its structures are known.
 //
 // Products are turned over, channels times filters: a thread has the same two channels of each block for all pixels,
 // and keeps what they need. Nothing is read besides, and two values take five instructions (conv2d_input.cuh), six
@@ -7,14 +7,55 @@
 // pixels, 99 us beside 85 of the kernel that finds its input ready; as long where nothing is masked; 112 where each
 // warp found what is outside by itself, and masked the results). The sums are turned back at the end. Three warpgroups
 // share tiles of 192 columns: 1152 columns, 3x3 on 128 channels, are six of these but four and a half of 256.
-// Tried before: three warps that are otherwise idle, in shared memory; 1x1 filters then took up to 70 % longer, 3x3
-// with a stride of two 30 to 80 %. Two blocks of 128x128 on a multiprocessor have no registers for operands beside a
-// product that runs, and are slower than one of 128x256.
-// Reckoned and not built: four problems without a stride, by parity of the taps, x walked once for up to two taps and
-// dy moved instead, so that nothing is masked and a value is normalised 5 times for 9. The taps fill five tiles of
-// 256x128 to nine tenths, and these take a tenth longer for a product than 128x192: 95 to 103 us there.
 #pragma once
 #include "conv2d_input.cuh"
+
+#if BORDER
+// Which pixels of a stage have their tap in an image: one warp finds it for all that multiply; each by itself took 45
+// instructions for it of the 194 of a stage. (The warp that copies is too slow for both: of 3x3 with a stride of two on
+// 128 channels at 56x56 pixels 122 us on an H200, 99 so.)
+//
+// A warp: of each stage, and each of its blocks of columns, a bit for each pixel, in byte q of two words those that
+// lanes of place q among four multiply. Bit 8 * q + j is that of pixel j / 2 * 8 + 2 * q + j % 2, and of the one 32
+// further.
+DEVICE void tell_inside(const Layout& at, const Problem& p, const Work& work, Ring<STAGES>& ring) {
+    const int lane = threadIdx.x % 32;
+    const int height = p.out_height, width = p.out_width;
+    int first = work.first * SPAN + lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2;
+    Pixel pixels[] = {{first, height, width}, {first + SPAN / 2, height, width}};
+    int offset_h[COLUMN_BLOCKS], offset_w[COLUMN_BLOCKS];
+#pragma unroll
+    for (int i = 0; i < COLUMN_BLOCKS; ++i) {
+        const Columns columns(p, work.block + i);
+        offset_h[i] = columns.tap_h * p.dilation_h - p.padding_h;
+        offset_w[i] = columns.tap_w * p.dilation_w - p.padding_w;
+    }
+    for (int step = work.first; step < work.last; ++step) {
+        u32 found[COLUMN_BLOCKS][2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const int y = pixels[j].y * p.stride_h, x = pixels[j].x * p.stride_w;
+#pragma unroll
+            for (int i = 0; i < COLUMN_BLOCKS; ++i) {
+                bool inside = first + j * (SPAN / 2) < p.pixels;
+                if constexpr (!FLAT)
+                    inside &= u32(y + offset_h[i]) < u32(p.height) && u32(x + offset_w[i]) < u32(p.width);
+                found[i][j] = __ballot_sync(0xffffffffu, inside);
+            }
+            if constexpr (!FLAT) pixels[j].advance(p, height, width);
+        }
+        first += SPAN;
+        barrier_wait(at.emptied(ring.index), ring.parity ^ 1);
+        if (lane == 0) {
+#pragma unroll
+            for (int i = 0; i < COLUMN_BLOCKS; ++i)
+                store_shared(at.inside(ring.index, i), make_uint2(found[i][0], found[i][1]));
+            barrier_arrive(at.filled(ring.index));
+        }
+        ring.advance();
+    }
+}
+#endif
 
 constexpr int BLOCKS = COLUMNS / 64;  // products along the columns
 using Sum = float[BLOCKS][ROWS / 2];

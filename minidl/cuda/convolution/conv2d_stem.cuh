@@ -22,20 +22,6 @@ constexpr int STEP = STRIDE_W * CHANNELS;        // values from one window to th
 // first begins.
 DEVICE constexpr int row_length(int groups) { return (7 + (TILE_Q - 1) * STEP + groups * GROUP + 7) / 8 * 8; }
 
-// Copies COUNT neighbouring values into shared memory, or zeros. cp.async moves at least 4 bytes: a single value of 16
-// bits goes through a register instead, and is there when the function returns.
-template <int COUNT>
-DEVICE void copy_vector(u32 to, const T* from, bool valid) {
-    constexpr int BYTES = COUNT * sizeof(T);
-    if constexpr (BYTES >= 4) {
-        copy_async<BYTES>(to, from, valid);
-    } else {
-        u16 bits = 0;
-        if (valid) bits = __ldg(reinterpret_cast<const u16*>(from));
-        asm volatile("st.shared.u16 [%0], %1;" ::"r"(to), "h"(bits) : "memory");
-    }
-}
-
 // An image's rows as a tile finds them.
 struct Image {
     int height, values;  // rows, and values of a row: width * CHANNELS
@@ -49,20 +35,8 @@ struct Image {
             const int y = i / VECTORS, x = i % VECTORS * VEC_X;
             const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
                                 static_cast<u32>(value + x) < static_cast<u32>(values);
-            copy_vector<VEC_X>(to + (y * LENGTH + x) * int(sizeof(T)), image + i64(row + y) * values + value + x,
+            copy_values<VEC_X>(to + (y * LENGTH + x) * int(sizeof(T)), image + i64(row + y) * values + value + x,
                                inside);
         }
     }
 };
-
-#if DTYPE
-// One fragment's product; HALF: of half the depth.
-template <bool HALF>
-DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
-#if DTYPE == 1
-    HALF ? mma_bf16_half(c, a, b) : mma_bf16(c, a, b);
-#else
-    HALF ? mma_f16_half(c, a, b) : mma_f16(c, a, b);
-#endif
-}
-#endif

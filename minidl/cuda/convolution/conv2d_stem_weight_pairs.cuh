@@ -1,7 +1,7 @@
 // Columns and products of conv2d_stem_weight.cu for mma.sync.
 //
 // The matrix units take pixels in pairs: a word holds one position of two neighbouring pixels, which lie STEP values
-// apart in a row of the image. So the image rows (stem.cuh) are first rewritten as words
+// apart in a row of the image. So the image rows (conv2d_stem.cuh) are first rewritten as words
 // pairs[v] = (row[v], row[v + STEP]); from there any fragment of columns is read as it is, wherever a window starts.
 // Sixteen pixels are taken in an order (see pixel_row) in which those reads meet no bank twice; the rows of dy are laid
 // down in the same order.
@@ -99,7 +99,7 @@ struct Product {
             const u32 b[2] = {*reinterpret_cast<const u32*>(pair) & first,
                               *reinterpret_cast<const u32*>(pair + SECOND * STEP * 4) & second};
 #pragma unroll
-            for (int i = 0; i < FRAGMENTS; ++i) multiply_add<false>(sum[i][j], a[i], b);
+            for (int i = 0; i < FRAGMENTS; ++i) multiply_fragments(sum[i][j], a[i], b);
         }
     }
 

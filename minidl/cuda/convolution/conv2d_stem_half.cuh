@@ -63,9 +63,9 @@ DEVICE void multiply(float (&sum)[COLUMNS][4], const unsigned char* window, cons
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
         if (2 * step + 1 < GROUPS)
-            multiply_add<false>(sum[j], a, b[j]);
+            multiply_fragments(sum[j], a, b[j]);
         else
-            multiply_add<true>(sum[j], a, b[j]);
+            multiply_halves(sum[j], a, b[j]);
     }
 }
 #endif

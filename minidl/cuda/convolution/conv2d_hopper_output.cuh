@@ -1,7 +1,6 @@
-// How the results of a warpgroup leave in conv2d_hopper.cu: in slabs, each through one of SLABS buffers in shared
-// memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
+// How the results of a warpgroup leave in conv2d_hopper.cu, a part of that file: in slabs, each through one of SLABS
+// buffers in shared memory, stored by the copy engine; what is to be added to a slab is brought into its buffer before.
 #pragma once
-#include "conv2d_columns.cuh"
 
 #if DTYPE
 // Writes 16 x 16 results of a warp, accumulators of two blocks of 8 columns, to columns from j on of a slab of 64 rows
@@ -50,23 +49,81 @@ DEVICE void put(float (&d)[8], u32 slab, int j, u32 thread, bool added) {
 }
 #endif
 
-// Place says where the slabs of a tile lie:
-//   COUNT, BYTES            slabs of a warpgroup's part of a tile, bytes of a buffer
-//   buffer(i), filled(i)    addresses of a buffer and of the barrier of its addend
-//   load(to, barrier, tile, s), store(tile, s, from)    start the engine; store knows when slab s does not exist
-//   gather(to, barrier, tile, s)    with SPACED instead of load: copies by all threads of the warpgroup
-//   p.added                 whether there is an array to be added
-//
+// Where the slabs of a warpgroup's part of a tile lie, in shared memory and in the arrays.
+struct Place {
+    static constexpr int COUNT = SWAPPED ? 1 : BLOCKS * OWN / SLAB_COLUMNS;
+
+    const Layout& at;
+    const Maps& maps;
+    const Problem& p;
+    int warpgroup;
+    const T* spaced = nullptr;  // with SPACED what is to be added
+
+    // A buffer, and the barrier of its addend.
+    __device__ __forceinline__ u32 buffer(int i) const { return at.slab(warpgroup, i); }
+    __device__ __forceinline__ u32 filled(int i) const { return at.added(warpgroup, i); }
+    __device__ __forceinline__ int row(const Tile& tile, int s) const {
+        return SWAPPED ? tile.row : tile.row + warpgroup * ROWS + s % BLOCKS * 64;
+    }
+    __device__ __forceinline__ int column(const Tile& tile, int s) const {
+        return tile.column + (SWAPPED ? warpgroup : s / BLOCKS) * SLAB_COLUMNS;
+    }
+
+    // Starts the engine with the addend of slab s.
+    __device__ __forceinline__ void load(u32 to, u32 barrier, const Tile& tile, int s) const {
+        load(maps.add[tile.index], to, barrier, tile, s, column(tile, s));
+    }
+
+    // The rows of slab s from `column` of a map on.
+    __device__ __forceinline__ void load(const TensorMap& map, u32 to, u32 barrier, const Tile& tile, int s,
+                                         int column) const {
+        if constexpr (SPREAD) {
+            const Pixel from(p.classes[tile.index], row(tile, s));
+            load_pixels(to, map, barrier, column, from.x, from.y, from.image, 0, 0);
+        } else {
+            load_box(to, map, barrier, column, row(tile, s));
+        }
+    }
+
+    // The addend of slab s where only every second pixel has one; each thread copies a chunk of every 16th row.
+    __device__ __forceinline__ void gather(u32 to, u32 barrier, const Tile& tile, int s) const {
+        const Class& c = p.classes[0];
+        const int thread = thread_again(), first = thread / 8, chunk = thread % 8;
+        const int channel = column(tile, s) + chunk * 8;
+        const int down = (c.height + 1) / 2, across = (c.width + 1) / 2, begin = row(tile, s) + first;
+        Pixel pixel(c, begin);
+#pragma unroll
+        for (int i = 0; i < SLAB_ROWS; i += 16) {
+            const bool there = begin + i < c.rows && channel < p.columns && pixel.y % 2 == 0 && pixel.x % 2 == 0;
+            const i64 from = (i64(pixel.image) * down + pixel.y / 2) * across + pixel.x / 2;
+            copy_chunk(to + (first + i) * 128 + (chunk ^ first % 8) * 16,
+                       spaced + (there ? from * p.added + channel : 0), there);
+            pixel.advance(c, 16);
+        }
+        arrive_with_copies(barrier);
+    }
+
+    // Starts it with slab s, if it exists.
+    __device__ __forceinline__ void store(const Tile& tile, int s, u32 from) const {
+        if (row(tile, s) >= p.classes[tile.index].rows || column(tile, s) >= p.columns) return;
+        const TensorMap& output = maps.output[tile.index];
+        if constexpr (SPREAD) {
+            const Pixel to(p.classes[tile.index], row(tile, s));
+            store_pixels(output, from, column(tile, s), to.x, to.y, to.image);
+        } else {
+            store_box(output, from, column(tile, s), row(tile, s));
+        }
+    }
+};
+
 // Buffers are waited for in groups: for all slabs of a tile where there are as many, which then waits for nothing, else
 // one by one. Each slab leaves when it is written: the engine reads it while the next one is.
-template <class Place>
 struct Output {
     static constexpr int AT_ONCE = SLABS >= Place::COUNT ? Place::COUNT : 1, GROUPS = Place::COUNT / AT_ONCE;
     static_assert(Place::COUNT % AT_ONCE == 0 && SLABS % AT_ONCE == 0, "groups fill the ring of buffers");
     static constexpr int AHEAD = SLABS > AT_ONCE;  // addends are fetched while the group before them is worked on
 
     Place place;
-    int warpgroup;
     Ring<SLABS> next, fetched;  // the first buffer of the next group, and of the next addends
     u32 cleared = 0;            // whether the first holds zeros; ptxas spills a bool, in some variants
 
@@ -78,17 +135,16 @@ struct Output {
     __device__ __forceinline__ bool fetches() const { return SPACED || speaks(); }
 
     // Fetches the addends of a group as soon as its buffers are free.
-    template <class Tile>
     __device__ __forceinline__ void fetch(const Tile& tile, int group) {
         if (speaks()) await_stores_read<0>();
-        if constexpr (SPACED) warpgroup_sync(1 + warpgroup);
+        if constexpr (SPACED) warpgroup_sync(1 + place.warpgroup);
 #pragma unroll
         for (int i = 0; i < AT_ONCE; ++i) {
             const u32 to = place.buffer(fetched.index + i), barrier = place.filled(fetched.index + i);
             if constexpr (SPACED) {
                 place.gather(to, barrier, tile, group * AT_ONCE + i);
             } else {
-                barrier_expect(barrier, Place::BYTES);
+                barrier_expect(barrier, SLAB_BYTES);
                 place.load(to, barrier, tile, group * AT_ONCE + i);
             }
         }
@@ -96,13 +152,11 @@ struct Output {
     }
 
     // Before the sum of a tile is known.
-    template <class Tile>
     __device__ __forceinline__ void prepare(const Tile& tile) {
         if (added() && fetches()) fetch(tile, 0);
     }
 
     // Waits for the buffers of a group, and for its addends.
-    template <class Tile>
     __device__ __forceinline__ void open(const Tile& tile, int group) {
         if (added()) {
             if (fetches() && group + AHEAD < GROUPS && group + AHEAD > 0) fetch(tile, group + AHEAD);
@@ -112,20 +166,19 @@ struct Output {
             if (speaks()) await_stores_read<SLABS - AT_ONCE>();
             if (SPREAD && cleared && speaks()) await_stores_read<0>();
             cleared = 0;
-            warpgroup_sync(1 + warpgroup);
+            warpgroup_sync(1 + place.warpgroup);
         }
     }
 
     // Stores a tile of zeros, where nothing is added: all slabs from one buffer, so that no store waits for another.
-    template <class Tile>
     __device__ __forceinline__ void store_zeros(const Tile& tile) {
         if (!cleared) {
             if (speaks()) await_stores_read<0>();
-            warpgroup_sync(1 + warpgroup);
-            for (int at = threadIdx.x % 128 * 16; at < Place::BYTES; at += 128 * 16)
+            warpgroup_sync(1 + place.warpgroup);
+            for (int at = threadIdx.x % 128 * 16; at < SLAB_BYTES; at += 128 * 16)
                 store_shared(buffer(0) + at, make_float4(0.0f, 0.0f, 0.0f, 0.0f));
             fence_for_engine();
-            warpgroup_sync(1 + warpgroup);
+            warpgroup_sync(1 + place.warpgroup);
             cleared = 1;
         }
         if (speaks()) {
@@ -136,13 +189,12 @@ struct Output {
     }
 
     // Before a thread reads of the group what others have written.
-    __device__ __forceinline__ void share() const { warpgroup_sync(1 + warpgroup); }
+    __device__ __forceinline__ void share() const { warpgroup_sync(1 + place.warpgroup); }
 
     // Stores slab s, which all threads have written to a buffer.
-    template <class Tile>
     __device__ __forceinline__ void close(const Tile& tile, int s, u32 from) const {
         fence_for_engine();
-        warpgroup_sync(1 + warpgroup);
+        warpgroup_sync(1 + place.warpgroup);
         if (speaks()) {
             place.store(tile, s, from);
             commit_stores();
