@@ -20,5 +20,6 @@ myst_heading_anchors = 3
 autodoc_default_options = {"members": True, "show-inheritance": True}
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"  # signatures stay short; docstrings give shapes and units
+autodoc_use_type_comments = False  # there are none; looking for them would parse every function
 autodoc_mock_imports = ["cupy", "mpi4py"]
 default_role = "literal"  # docstrings write `name` for code

@@ -6,8 +6,14 @@ import functools
 import os
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # before NumPy is loaded: workers with all cores each stand in each other's way
-    for _name, _threads in {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}.items():
-        os.environ.setdefault(_name, _threads)
+    _SHARED_CORES = {
+        "OMP_NUM_THREADS": "2",
+        "OMP_WAIT_POLICY": "passive",  # on shared cores a thread that spins keeps those it waits for from running
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
+    for _name, _value in _SHARED_CORES.items():
+        os.environ.setdefault(_name, _value)
 
 import numpy as np
 import pytest

@@ -30,6 +30,7 @@ class DryEngine:
     def __init__(self, arena_bytes: int, host_bytes: int, deaf: int | None = None):
         self.arena_bytes, self.host_bytes, self.deaf = arena_bytes, host_bytes, deaf
         self.memory = np.empty(arena_bytes + ALIGN, np.uint8)
+        self.begin = self.memory.ctypes.data
         blocks = arena_bytes // ALIGN + 1
         self.tags = np.full(blocks, -1, np.int64)  # which array's content lies in a block
         self.away: dict[int, np.ndarray] = {}  # what lies on the host, as tags
@@ -62,7 +63,7 @@ class DryEngine:
         return np.ndarray(shape, dtype, self.memory, offset, strides)
 
     def offset(self, array):
-        offset = array.__array_interface__["data"][0] - self.memory.__array_interface__["data"][0]
+        offset = array.ctypes.data - self.begin
         return offset if 0 <= offset < self.arena_bytes else None
 
     def copy_out(self, offset, host, count):

@@ -17,6 +17,7 @@ from minidl.profile.results import load
 from minidl.profile.spans import NULL_PROFILER, SpanRecorder
 from minidl.step import EagerStep
 from minidl.train import Trainer
+from tests.tolerance import assert_same_arrays
 
 f32 = np.float32
 STEPS = 7
@@ -75,10 +76,7 @@ def state(step):
 
 
 def assert_same(a, b):
-    one, other = state(a), state(b)
-    assert one.keys() == other.keys()
-    for name in one:
-        np.testing.assert_array_equal(one[name], other[name], err_msg=name)
+    assert_same_arrays(state(a), state(b))
 
 
 def run(step, between=lambda step, number: None, **options):
@@ -306,8 +304,7 @@ def test_training_compiled_gives_the_bits_of_eager_training(accumulate, cuda_ops
     second.resume(tmp_path)
     second.fit()
     for other in (whole, second):
-        for name, value in eager.model.state_dict().items():
-            np.testing.assert_array_equal(other.model.state_dict()[name], value, err_msg=name)
+        assert_same_arrays(other.model.state_dict(), eager.model.state_dict())
         assert replays(other._step) > 0
 
 
@@ -317,8 +314,7 @@ def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
     profile = TrainingProfile(tmp_path / "profile.json", every=2, first=first)
     watched, plain = trainer(profile=profile, accumulate=accumulate), trainer(compile=False, accumulate=accumulate)
     assert watched.fit()["train_loss"] == plain.fit()["train_loss"]
-    for name, value in plain.model.state_dict().items():
-        np.testing.assert_array_equal(watched.model.state_dict()[name], value, err_msg=name)
+    assert_same_arrays(watched.model.state_dict(), plain.model.state_dict())
     (program,) = watched._step._programs.values()
     assert len(program._watched) == accumulate
     content = load(tmp_path / "profile.json")

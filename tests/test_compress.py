@@ -13,7 +13,7 @@ from minidl.compile import obstacle
 from minidl.precision import bfloat16
 from minidl.sparse import SharedSGD, load_compressed, magnitude_mask, save_compressed, share_weights
 from tests.test_shrink import batches, model_of, residual, take_steps
-from tests.tolerance import draw
+from tests.tolerance import assert_same_arrays, draw
 
 f32 = np.float32
 
@@ -123,8 +123,7 @@ def test_shared_training_resumes_bit_for_bit(ops, rng):
     model.load_state_dict(kept[0])
     optimizer.load_state_dict(kept[1])
     take_steps(model, optimizer, data[2:])
-    for name, value in (model.state_dict() | optimizer.state_dict()).items():
-        np.testing.assert_array_equal(value, expected[name], err_msg=name)
+    assert_same_arrays(model.state_dict() | optimizer.state_dict(), expected)
 
 
 def test_what_cannot_be_shared_is_refused(cpu_ops, rng):

@@ -5,29 +5,28 @@ The tensor maps are walked as the engine does, and summed up by definition.
 
 from __future__ import annotations
 
-import functools
 import itertools
-import re
 
 import numpy as np
 import pytest
 
-from minidl.cuda import nvrtc
+from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
 from minidl.cuda.convolution.conv2d_choice import options
-from minidl.cuda.convolution.conv2d_family import Choice, Question, family
+from minidl.cuda.convolution.conv2d_family import Question, family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.convolution.conv2d_weight_grid import halo_views
-from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS, taken
+from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
+from tests import weight_tiles
 from tests.convolutions import cases, plan_of
 from tests.kernel_calls import PROCESSES
+from tests.kernel_checks import REGISTERS, SERIALISED, hasty
 from tests.reference import conv2d as reference
 from tests.test_conv2d_weight_hopper import CASES, H200, HALO_CASES, KIND, TILES
 from tests.tolerance import draw
-from tests.variants import covering_each
 
 
 def walk(view, image: np.ndarray, start: tuple[int, int, int], count: int, offset=(0, 0)) -> np.ndarray:
@@ -218,62 +217,19 @@ def test_steps_wait_for_what_they_copy_and_for_zeros_beside_it(x, filters, strid
     assert times.get(chosen, float("inf")) <= 1.1 * min(times.values()), chosen
 
 
-def _planned_for(tile, tf32) -> dict:
-    """The variants of one tile, and how many threads a multiprocessor is to hold: with and without a stride, both
-    types, one partial sum or several, clusters; partial sums that hold little of a tile, gradients that overflow the L2
-    cache."""
-    threads, kernel = {}, (3, 3) if tile is hopper.HALO else (1, 1)
-    resident = tile.resident if isinstance(tile, hopper.WeightTile) else 1
-    much, little, vast = (512, 64), (40, 24), (4096, 4096)
-    kinds = (
-        (1, 1, (1, 1), much), (2, 1, (2, 2), much), (1, 2, (2, 1), much), (2, 2, (1, 2), much),
-        (1, 1, (3, 1, 2), much), (1, 1, (2, 2), little), (2, 1, (4, 1), little), (1, 1, (1, 1, 2), vast),
-    )  # fmt: skip
-    for code, stride, division, (filters, channels) in kinds:
-        if len(division) > 2 and not hopper.shares(tile, tf32):
-            continue
-        strides = (1, 1) if tile is hopper.HALO else (stride, stride)
-        conv = convolution("test", (4, 16, 16, channels), (filters, *kernel, channels), strides, (0, 0), (1, 1), 1)
-        pitches = channels, filters
-        for normalized in {False, not tf32}:
-            forced = taken(Choice("hopper", tile.name, division), conv, normalized, tf32)
-            if forced is None:
-                assert normalized or division[1] > 2, "only what registers do not suffice for"
-                continue
-            planned = hopper.plan(conv, 0 if tf32 else code, pitches, False, forced, normalized, tf32)
-            threads[planned.stem, tuple(planned.defines.items())] = planned.block * resident
-            if planned.summed:
-                threads["conv2d_weight_sum", tuple(planned.summed.defines.items())] = planned.summed.block * resident
-    assert len(threads) >= 3
-    return threads
-
-
-@functools.cache
-def _planned() -> dict[str, dict]:
-    """Of all tiles of a name, for any type of operands."""
-    found: dict[str, dict] = {}
-    for tile, tf32 in TILES:
-        found.setdefault(tile.name, {}).update(_planned_for(tile, tf32))
-    return found
-
-
-@functools.cache
-def _covering_tiles() -> dict[str, list]:
-    return covering_each(_planned())
-
-
 @pytest.mark.parametrize("name", dict.fromkeys(tile.name for tile, _ in TILES))
 def test_every_tile_compiles_and_fits(name):
     """Whichever tile sizes choose: each with each option that it can have, TF32 among them, and two options in some
     tile.
     """
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
-    threads, variants = _planned()[name], _covering_tiles()[name]
+    planned, variants = weight_tiles.planned()[name], weight_tiles.covering_tiles()[name]
     for variant, report in zip(variants, nvrtc.compile_all(variants, nvrtc.target(H200.arch), PROCESSES), strict=True):
-        (kernel,) = report.kernels
-        # C75xx: the assembler waits for each product of a warpgroup, or ignores that registers are shifted.
-        assert not kernel.spill_bytes and not re.search(r"\(C75\d\d\)", report.log), report.log
-        assert -(-kernel.registers // 8) * 8 * threads[variant] <= 65536
+        (kernel,), (threads, shared) = report.kernels, planned[variant]
+        assert not kernel.spill_bytes and not SERIALISED.findall(report.log), report.log
+        assert -(-kernel.registers // 8) * 8 * threads <= REGISTERS
+        assert kernel.shared_bytes + shared <= H200.shared_per_block
+        assert not hasty(variant[0], kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
 
 
 def _gradient_of(x, dy, shape, tf32=0):

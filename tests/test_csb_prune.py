@@ -10,7 +10,7 @@ from minidl import checkpoint, data
 from minidl.sparse import CSBConv2d, CSBLinear, CubicSchedule, PrunedSGD, Pruning, magnitude_mask, sparse_state
 from minidl.sparse import to_sparse as convert
 from minidl.train import Trainer
-from tests.tolerance import draw
+from tests.tolerance import assert_same_arrays, draw
 
 f32 = np.float32
 
@@ -165,9 +165,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(ops, rng, tmp_path, stop):
     optimizer.load_state_dict(checkpoint.load(tmp_path / "optimizer")[0])
     train(model, optimizer, data[stop:])
     for got, wanted in zip((model.state_dict(), optimizer.state_dict()), expected, strict=True):
-        assert got.keys() == wanted.keys()
-        for name in wanted:
-            np.testing.assert_array_equal(got[name], wanted[name], err_msg=name)
+        assert_same_arrays(got, wanted)
 
 
 def test_a_trainer_keeps_masks_in_its_checkpoints(cpu_ops, tmp_path):
@@ -189,9 +187,7 @@ def test_a_trainer_keeps_masks_in_its_checkpoints(cpu_ops, tmp_path):
     rest.fit()
     assert max(whole.optimizer.sparsity().values()) == pytest.approx(0.8, abs=0.01)
     for part in ("model", "optimizer"):
-        expected, got = (getattr(r, part).state_dict() for r in (whole, rest))
-        for name in expected:
-            np.testing.assert_array_equal(got[name], expected[name], err_msg=name)
+        assert_same_arrays(*(getattr(r, part).state_dict() for r in (rest, whole)))
 
 
 def test_sparsity_zero_is_plain_sgd(cpu_ops, rng):

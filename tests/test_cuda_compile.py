@@ -10,7 +10,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -26,12 +26,10 @@ from minidl.cuda.launch import dry_run
 from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.sparse.csb_routes import route
 from minidl.precision import bfloat16, float16, float32
-from tests import kernel_calls
+from tests import kernel_calls, weight_tiles
 from tests.kernel_calls import PROCESSES, STORAGE, parameters
+from tests.kernel_checks import REGISTERS, SERIALISED, hasty, problems_of
 from tests.variants import NEEDS_NVRTC, as_bfloat16, covering, covering_each, distinct
-
-REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
-
 
 # (N, H, W, C), K, kernel, stride, padding, dilation, groups
 CONVOLUTIONS = [
@@ -248,45 +246,6 @@ CALLS: dict[str, Callable[[], None]] = kernel_calls.CALLS | {
 }
 
 
-_SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
-
-
-def _problems(launch, kernel, device) -> Iterator[str]:
-    """What would keep this launch from running on this device, or from running as it is meant to."""
-    threads = int(np.prod(launch.block))
-    if kernel.spill_bytes:
-        yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
-    if kernel.shared_bytes + launch.shared > device.shared_per_block:
-        yield f"wants {kernel.shared_bytes} + {launch.shared} bytes of shared memory of {device.shared_per_block}"
-    # Registers are given to whole warps, in units of eight per thread.
-    if -(-threads // 32) * 32 * (-(-kernel.registers // 8) * 8) > REGISTERS:
-        yield f"wants {kernel.registers} registers for each of {threads} threads"
-
-
-# What reads or writes global memory on sm_90, by the operation's lowest 9 bits; the others are its operands' kinds:
-# LD, LDG, ST, STG, ATOM, RED, ATOMG, LDGSTS, UTMALDG, UTMASTG, UTMAREDG, UBLKCP.
-_GLOBAL = [0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A8, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA]
-# Touches no memory; kernels that meet other GPUs, before which a stream waits for another one anyway.
-WITHOUT_WAIT = {"spin", "all_reduce"}
-
-
-def _hasty(stem, name, opcodes) -> str | None:
-    """What is wrong about when a kernel of sm_90 waits for the one before it, by the order of its code."""
-    waits = np.flatnonzero(opcodes == machine_code.WAIT)
-    touches = np.flatnonzero(np.isin(opcodes & 0x1FF, _GLOBAL))
-    if stem in WITHOUT_WAIT:
-        return "waits, and is listed as one that does not" if waits.size else None
-    if waits.size != 1:
-        return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
-    if touches.size and touches[0] < waits[0]:
-        return "may touch global memory before await_predecessor()"
-    if (opcodes[: waits[0]] == machine_code.LET_IN).any():
-        return "lets the next kernel in before await_predecessor()"
-    if (opcodes[: waits[0]] == machine_code.EXIT).any():
-        return "may end before await_predecessor(), and let those behind it begin too early"
-    return None
-
-
 def _compiled(variants, arch):
     """What compiling each variant told."""
     return dict(zip(variants, nvrtc.compile_all(variants, arch, PROCESSES), strict=True))
@@ -298,10 +257,10 @@ def _kernel(compiled, launch):
 
 def _all_problems(launches, compiled, device) -> set[str]:
     """Of those launches whose variants are among ``compiled``."""
-    problems = {note for report in compiled.values() for note in _SERIALISED.findall(report.log)}
+    problems = {note for report in compiled.values() for note in SERIALISED.findall(report.log)}
     for launch in launches:
         if (launch.stem, launch.defines) in compiled:
-            for problem in _problems(launch, _kernel(compiled, launch), device):
+            for problem in problems_of(launch, _kernel(compiled, launch), device):
                 problems.add(f"{launch.stem}.cu {launch.name} {dict(launch.defines)} {launch.block}: {problem}")
     return problems
 
@@ -346,7 +305,7 @@ def test_every_variant_compiles_and_fits(stem):
     """
     device, arch = BUILT_IN["H200"], nvrtc.target((9, 0))
     launches = _launches("H200").get(stem, [])
-    tiles = itertools.chain(*_covering_tiles().values())  # which another law compiles
+    tiles = itertools.chain(*_covering_tiles().values(), *weight_tiles.covering_tiles().values())  # of other laws
     compiled = _compiled(covering(distinct(launches), tiles), arch)
     largest = _largest(launches, compiled)
     known = {(launch.stem, launch.defines) for launch in launches}
@@ -354,7 +313,7 @@ def test_every_variant_compiles_and_fits(stem):
     problems = _all_problems(launches, compiled | halves, device)
     for (file, defines), report in (compiled | halves).items():
         for kernel, opcodes in machine_code.kernels(report.image):
-            if problem := _hasty(file, kernel, opcodes):
+            if problem := hasty(file, kernel, opcodes):
                 problems.add(f"{file}.cu {kernel} {dict(defines)}: {problem}")
 
     launches = _launches("A100").get(stem, [])
@@ -395,10 +354,10 @@ def test_a_kernel_that_does_not_wait_in_time_is_found(body):
     source = nvrtc.source_of("spin") + f'extern "C" __global__ void k(float* x) {{ {body} x[0] = x[2]; }}'
     image = nvrtc.compile(source, "k.cu", nvrtc.target((9, 0))).image
     opcodes = dict(machine_code.kernels(image))
-    found, expected = _hasty("k", "k", opcodes["k"]), HASTY[body]
+    found, expected = hasty("k", "k", opcodes["k"]), HASTY[body]
     assert found is None if expected is None else expected in found, found
-    assert _hasty("spin", "spin", opcodes["spin"]) is None
-    assert "listed" in (_hasty("spin", "k", opcodes["k"]) or "") or body == ""
+    assert hasty("spin", "spin", opcodes["spin"]) is None
+    assert "listed" in (hasty("spin", "k", opcodes["k"]) or "") or body == ""
 
 
 # Before the name may stand a macro, and attributes whose own brackets nest once.
@@ -477,9 +436,9 @@ def test_every_tile_of_hopper_compiles_and_fits(tile):
         assert launch.shared <= device.shared_per_block and launch.block == tile.threads
     for report in nvrtc.compile_all(_covering_tiles()[tile.name], nvrtc.target(device.arch), PROCESSES):
         (kernel,) = report.kernels
-        assert not kernel.spill_bytes and not _SERIALISED.findall(report.log), report.log
+        assert not kernel.spill_bytes and not SERIALISED.findall(report.log), report.log
         assert kernel.registers * tile.threads * tile.resident <= REGISTERS
-        assert not _hasty("conv2d_hopper", kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
+        assert not hasty("conv2d_hopper", kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
 
 
 @pytest.mark.parametrize("name", BUILT_IN)

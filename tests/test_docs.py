@@ -7,7 +7,6 @@ of a job of its own, ``elastic`` where those may go on without one.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -17,6 +16,7 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.dist import mpiexec
+from tests.commands import MINIDL, PYTHON, with_commands
 from tests.conftest import CUDA
 from tests.given import GIVEN
 
@@ -33,13 +33,7 @@ def blocks(page: Path) -> list[tuple[str, list[str], str]]:
 @pytest.fixture
 def shell(tmp_path):
     """Runs commands in an empty folder, where ``minidl`` and ``python`` are those of the tests."""
-    commands = tmp_path / "commands"
-    commands.mkdir()
-    for name, start in (("python", ""), ("minidl", "-m minidl")):
-        (commands / name).write_text(f'#!/bin/sh\nexec {sys.executable} {start} "$@"\n')
-        (commands / name).chmod(0o755)
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths}
+    environment = with_commands(tmp_path / "commands", {"python": PYTHON, "minidl": MINIDL})
     environment |= {"PYTHONSAFEPATH": "", "XDG_CACHE_HOME": str(tmp_path / "cache")}
 
     def run(text: str) -> subprocess.CompletedProcess:

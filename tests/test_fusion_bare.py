@@ -25,6 +25,7 @@ from tests.test_compile import assert_same as assert_same_state
 from tests.test_compile import batches, take
 from tests.test_fusion import close, fused, preactivation, residual, run
 from tests.test_fusion_tune import BF16, FP32, H200, assert_same_in_every_way
+from tests.tolerance import assert_same_arrays
 
 SUMMED = 2.0**-13  # of the largest sum: 640 numbers of n 2^-24, three times as large together as they add up to
 
@@ -73,17 +74,11 @@ def joined(width=16):
     return graph.output(m.Linear(512, 5, name="fc")(m.Flatten()(x)))
 
 
-def assert_same_bits(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        np.testing.assert_array_equal(value, b[name], err_msg=name)
-
-
 def assert_same(a, b, bound):
     """The same bits, but for biases, whose gradients kernels sum in another order on the way."""
     biases = {name for name in a if name.endswith(".bias")}
     close({name: a[name] for name in biases}, {name: b[name] for name in biases}, bound)
-    assert_same_bits(*({name: value for name, value in found.items() if name not in biases} for found in (a, b)))
+    assert_same_arrays(*({name: value for name, value in found.items() if name not in biases} for found in (a, b)))
 
 
 @pytest.mark.parametrize("frozen", [(), ("a.*", "b.*", "c.*"), ("*.weight",)], ids=["all", "top", "biases"])
@@ -122,7 +117,7 @@ def test_what_is_not_finite_goes_where_it_goes_unfused(ops, how, rng):
     rng = np.random.default_rng(3)
     found = gradients(how)
     rng = np.random.default_rng(3)
-    assert_same_bits(gradients("none"), found)
+    assert_same_arrays(gradients("none"), found)
     assert np.isnan(found["y"]).any() and np.isfinite(found["dx"][2]).all()
 
 

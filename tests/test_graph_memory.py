@@ -18,6 +18,7 @@ from minidl.fusion.measure import compile_ahead, measure
 from minidl.profile.timing import Budget, DeviceTimer
 from minidl.step import EagerStep
 from tests.test_compile import assert_same, batches, make, take
+from tests.tolerance import assert_same_arrays
 
 STEPS = 8
 
@@ -115,9 +116,7 @@ def test_a_replay_owns_what_it_writes_to(cuda_ops, monkeypatch):
         replay()
         replay.stream.synchronize()
         assert float(replay.totals.loss) == float(eager().loss) and claimed.untouched()
-    a, b = eager.model.state_dict(), captured.model.state_dict()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
+    assert_same_arrays(captured.model.state_dict(), eager.model.state_dict())
 
 
 def test_contestants_share_a_room_that_nobody_empties(cuda_ops):

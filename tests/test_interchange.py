@@ -9,6 +9,7 @@ from safetensors.numpy import save_file
 import minidl as m
 from minidl import checkpoint, models
 from minidl.interchange import ImportReport, export_weights, import_weights, torch_state
+from minidl.memory.record import blank
 
 f32 = np.float32
 
@@ -94,7 +95,7 @@ def test_models_export_the_names_and_shapes_of_pytorch(name):
                "mobilenet_v2": ("features.1.conv.0.0.weight", (32, 1, 3, 3)),
                "efficientnet_b0": ("features.1.0.block.1.fc1.weight", (8, 32, 1, 1))}[name]  # fmt: skip
     assert state[spatial[0]].shape == spatial[1]
-    again = m.Model(models.build(name, (64, 64, 3), 10, **options), seed=3)
+    again = m.Model(blank(models.build(name, (64, 64, 3), 10, **options)))
     assert import_weights(again, {f"module.{key}": values for key, values in state.items()}).complete
     for key, values in model.state_dict().items():
         np.testing.assert_array_equal(values, again.state_dict()[key])
@@ -141,7 +142,7 @@ def test_timms_names_of_inverted_residuals(name, depths):
     layers = [layer.name for layer in model.layers if layer.specs]
     renamed = dict(zip(layers, timms_names(depths, gated=name == "efficientnet_b0"), strict=True))
     other = {f"{renamed[key.rpartition('.')[0]]}.{key.rpartition('.')[2]}": values for key, values in state.items()}
-    again = m.Model(models.build(name, (32, 32, 3), 7), seed=2)
+    again = m.Model(blank(models.build(name, (32, 32, 3), 7)))
     assert import_weights(again, other).complete
     for key, values in model.state_dict().items():
         np.testing.assert_array_equal(values, again.state_dict()[key])

@@ -15,7 +15,7 @@ import minidl as m
 from minidl import models
 from minidl.cuda.launch import dry_run
 from minidl.memory import Step, Tensor, Trace, problem, record
-from minidl.memory.record import record_step
+from minidl.memory.record import blank, record_step
 from minidl.profile.spans import SpanRecorder
 from tests.memory_cases import real_trace
 
@@ -27,7 +27,7 @@ def _trained(name: str, image: int, batch: int) -> tuple[m.Model, SpanRecorder, 
     """One real step on the CPU: the model, its spans, and what the store held between the two passes."""
     classes = 2 if name == "unet" else 10
     spans = SpanRecorder()
-    model = m.Model(models.build(name, (image, image, 3), classes), profiler=spans)
+    model = m.Model(blank(models.build(name, (image, image, 3), classes)), profiler=spans)
     optimizer, loss = m.SGD(model, 0.1, 0.9), m.SoftmaxCrossEntropy()
     loss.profiler = spans
     shape = (batch, image, image) if name == "unet" else (batch,)

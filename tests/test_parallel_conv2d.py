@@ -15,6 +15,7 @@ from minidl.fusion import fold
 from minidl.layers import ChannelParallelConv2d, RowParallelConv2d
 from minidl.layers.row_plan import Axis, Rows, plan, share
 from tests.parts import Part
+from tests.tolerance import assert_same_arrays
 
 AXES = [Axis(*sizes) for sizes in itertools.product((1, 2, 3, 5), (1, 2, 3), (0, 1, 2), (1, 2))]
 
@@ -178,9 +179,7 @@ def test_a_network_by_rows_has_the_same_names_weights_and_shapes(rank, cpu_ops):
         node.layer.sync.size == 4 for node in part.nodes[1:] if isinstance(node.layer, m.BatchNorm2d)
     )
     one = m.Model(models.by_rows(models.unet(3, (64, 48, 3), width=4, depth=3), dist.SOLO), seed=5)
-    expected = m.Model(whole, seed=5)
-    for name, value in expected.state_dict().items():
-        np.testing.assert_array_equal(one.state_dict()[name], value, err_msg=name)
+    assert_same_arrays(one.state_dict(), m.Model(whole, seed=5).state_dict())
 
 
 @pytest.mark.parametrize(

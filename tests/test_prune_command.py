@@ -17,6 +17,7 @@ import minidl as m
 from minidl import checkpoint, cli, models
 from minidl.sparse import load_compressed, resized
 from tests.dist import job
+from tests.tolerance import assert_same_arrays
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -49,12 +50,6 @@ def tensors(folder):
     return checkpoint.load(checkpoint.latest(folder))[0]
 
 
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        np.testing.assert_array_equal(value, b[name], err_msg=name)
-
-
 @needs_libraries
 def test_it_goes_on_from_a_trained_network_and_writes_a_small_file(tmp_path, capsys):
     assert cli.main(["train", *SMALL, "--epochs", "1", "--output", str(tmp_path / "dense")]) == 0
@@ -82,7 +77,7 @@ def test_a_resumed_run_prunes_as_one_that_was_not_stopped(tmp_path, granularity)
     prune(tmp_path / "whole", *options)
     prune(tmp_path / "parts", *options, "--epochs", "3")
     prune(tmp_path / "parts", *options, "--resume")
-    same(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
+    assert_same_arrays(tensors(tmp_path / "whole"), tensors(tmp_path / "parts"))
     with pytest.raises(SystemExit):
         prune(tmp_path / "parts", *options, "--sparsity", "0.6", "--resume")
 

@@ -26,7 +26,7 @@ from minidl.sparse import (
 )
 from minidl.step import EagerStep
 from tests.test_shrink import NETWORKS, batches, mobile, model_of, residual, take_steps
-from tests.tolerance import draw
+from tests.tolerance import assert_same_arrays, draw
 
 f32 = np.float32
 
@@ -129,8 +129,7 @@ def test_compiled_steps_prune_as_eager_ones(cuda_ops, rng, granularity, kind):
             step(*map(cuda_ops.from_host, (x, labels)))
         states.append(model.state_dict() | optimizer.state_dict())
     assert optimizer.count == 12 and max(optimizer.sparsity().values()) > 0.6
-    for name, value in states[0].items():
-        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    assert_same_arrays(states[1], states[0])
 
 
 @pytest.mark.parametrize("way", ["shrink", "to_sparse"])
@@ -164,8 +163,7 @@ def test_what_is_left_is_captured_again(cuda_ops, rng, way):
         for x, labels in data[4:]:
             step(*map(cuda_ops.from_host, (x, labels)))
         states.append(model.state_dict() | tuned.state_dict())
-    for name, value in states[0].items():
-        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    assert_same_arrays(states[1], states[0])
 
 
 # -- looking for masks ------------------------------------------------------------------------------------------------
@@ -197,8 +195,7 @@ def test_sensitivity_prunes_one_part_at_a_time_and_leaves_no_trace(ops, rng, gra
     scope = "global" if granularity == "layer" else "layer"
     sparsities = (0.0, 0.5) if granularity == "2:4" else (0.0, 0.5, 0.95)
     rows = sensitivity(model, Pruning(None, granularity=granularity, scope=scope), evaluate, sparsities)
-    for name, value in model.state_dict().items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert_same_arrays(model.state_dict(), before)
     start = evaluate()
     assert start < 0.1 and all(row.before == start for row in rows)
     expected = {"filter": ["a1", "b1", "b2+proj"], "layer": ["a1+a2", "b1+b2"]}
@@ -218,8 +215,7 @@ def test_the_search_keeps_the_least_harmful_candidate(ops, rng, granularity, net
     before = model.state_dict()
     pruning = Pruning(None, exclude=["head.*"], granularity=granularity)
     found = random_mask_search(model, pruning, evaluate, sparsity=0.4, candidates=6, seed=1)
-    for name, value in model.state_dict().items():
-        np.testing.assert_array_equal(value, before[name], err_msg=name)
+    assert_same_arrays(model.state_dict(), before)
     assert found.before == evaluate()
     assert all(len(scores) == 6 for scores in found.scores.values())
     with masked(model, found.masks):
@@ -343,8 +339,7 @@ def test_gradients_of_dropped_weights_count_for_nothing(ops, rng, clip):
             optimizer.update_in_backward(1)
         take_steps(model, optimizer, data)
         states.append(model.state_dict() | optimizer.state_dict())
-    for name, value in states[0].items():
-        np.testing.assert_array_equal(states[1][name], value, err_msg=name)
+    assert_same_arrays(states[1], states[0])
     if clip is not None:
         before = model.state_dict()
         control = PrunedSGD(model, 1.0, pruning=Pruning(None), clip_norm=clip)

@@ -15,6 +15,7 @@ import pytest
 
 from minidl import checkpoint, cli
 from minidl.data import cifar10
+from tests.commands import MINIDL, with_commands
 
 ROOT = Path(__file__).parents[1]
 RECIPES = {path.stem: path for path in (ROOT / "scripts").glob("*.toml")}
@@ -129,18 +130,14 @@ wait $child
 @pytest.mark.slow
 @pytest.mark.skipif(os.name != "posix", reason="a bash script")
 def test_the_slurm_job_puts_itself_back_and_goes_on(tmp_path):
-    data, commands = photographs(tmp_path / "photographs", 100, side=24), tmp_path / "commands"
-    commands.mkdir()
+    data = photographs(tmp_path / "photographs", 100, side=24)
     small = "--model resnet20 --image-size 16 --epochs 3 --workers 1 --precision fp32 --warmup 0 --batch 8 --lr 0.02"
-    for name, text in {
+    scripts = {
         "srun": SRUN.format(folder=tmp_path),
         "scontrol": f'#!/bin/sh\necho "$@" >> {tmp_path}/requeued\n',
-        "minidl": f'#!/bin/sh\nexec {sys.executable} -m minidl "$@" {small}\n',
-    }.items():
-        (commands / name).write_text(text)
-        (commands / name).chmod(0o755)
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": paths}
+        "minidl": MINIDL.replace('"$@"', f'"$@" {small}'),
+    }
+    environment = with_commands(tmp_path / "commands", scripts)
     environment |= {"SLURM_NTASKS": "1", "SLURM_JOB_ID": "42"}
     job = ["bash", str(ROOT / "scripts" / "slurm.sbatch"), str(data), str(tmp_path / "run")]
 

@@ -19,6 +19,7 @@ from minidl.profile.results import load
 from minidl.profile.views import footer
 from minidl.progress import MetricsLog, progress
 from minidl.train import Trainer
+from tests.tolerance import assert_same_arrays
 
 f32 = np.float32
 
@@ -46,12 +47,6 @@ def final(run):
     return {**run.model.state_dict(), **run.optimizer.state_dict()}
 
 
-def assert_same(a, b):
-    assert a.keys() == b.keys()
-    for name in a:
-        np.testing.assert_array_equal(a[name], b[name], err_msg=name)
-
-
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_an_interrupted_run_resumes_to_the_same_bits(precision, ops, tmp_path):
     options = {"device": ops.name, "precision": precision}
@@ -70,14 +65,14 @@ def test_an_interrupted_run_resumes_to_the_same_bits(precision, ops, tmp_path):
     second.resume(tmp_path / "parts")
     assert second.step == 3
     second.fit()
-    assert_same(final(whole), final(second))
+    assert_same_arrays(final(whole), final(second))
 
 
 def test_training_twice_gives_the_same_bits(ops):
     runs = [trainer(device=ops.name) for _ in range(2)]
     rows = [run.fit() for run in runs]
     assert rows[0]["test_loss"] == rows[1]["test_loss"]
-    assert_same(final(runs[0]), final(runs[1]))
+    assert_same_arrays(final(runs[0]), final(runs[1]))
 
 
 def test_the_gpu_follows_the_cpu_step_by_step(cuda_ops):
@@ -168,7 +163,7 @@ def test_going_on_from_an_earlier_checkpoint_leaves_the_later_ones_behind(tmp_pa
     branch = trainer(tmp_path, epochs=2)
     branch.resume(checkpoint.step_path(tmp_path, run.step // 2))
     branch.fit()
-    assert_same(final(run), final(branch))
+    assert_same_arrays(final(run), final(branch))
     assert [path.name for path in (tmp_path / "previous").glob("checkpoint-*")] == [
         checkpoint.step_path(tmp_path, run.step).name
     ]
@@ -444,7 +439,7 @@ def test_a_profiled_run_writes_its_layers_and_trains_to_the_same_bits(cpu_ops, t
     plain, profiled = trainer(), trainer(profile=watched)
     plain.fit()
     profiled.fit()
-    assert_same(final(plain), final(profiled))
+    assert_same_arrays(final(plain), final(profiled))
     content = load(watched.path)
     assert watched.written and content["setup"]["steps"] == 5, "of ten steps the second, fourth, ..."
     rows = {(row["layer"], row["pass"]) for row in content["rows"]}

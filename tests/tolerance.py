@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from minidl.precision import bfloat16, float16
@@ -30,6 +32,13 @@ def draw_few(rng: np.random.Generator, shape, dtype) -> np.ndarray:
 def rounded(x: np.ndarray) -> np.ndarray:
     """What TF32 holds of float32, ten bits after the leading one, to nearest; no value lies half way."""
     return ((x.view(np.uint32) + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+def assert_same_arrays(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    """The same names, and under each the same values; one NaN is as good as another."""
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
 
 
 def assert_close(actual, expected, dtype=np.float32, *, terms: int = 1, scale: float | None = None, tf32: bool = False):

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import with_commands
+
 pytestmark = pytest.mark.mpi
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -43,14 +45,10 @@ def test_what_is_missing_is_told(tmp_path):
 
 def job_of_slurm(folder: Path, status: int, *arguments: str) -> tuple[int, list[str], str]:
     """(status of the job, what srun was given, what scontrol was): both note it, and srun ends as it is told."""
-    tools = folder / "tools"
-    tools.mkdir(exist_ok=True)
-    for name, end in (("srun", status), ("scontrol", 0)):
-        tool = tools / name
-        tool.write_text(f'#!/bin/bash\necho "$@" > {folder}/{name}.txt\nexit {end}\n')
-        tool.chmod(0o755)
+    ends = {"srun": status, "scontrol": 0}
+    tools = {name: f'#!/bin/sh\necho "$@" > {folder}/{name}.txt\nexit {end}\n' for name, end in ends.items()}
     (folder / "scontrol.txt").unlink(missing_ok=True)
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}
+    environment = with_commands(folder / "tools", tools) | {"SLURM_NTASKS": "8", "SLURM_JOB_ID": "77"}
     command = ["bash", str(SCRIPTS / "slurm.sbatch"), *arguments]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=30)
     queued = folder / "scontrol.txt"

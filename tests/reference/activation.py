@@ -18,27 +18,26 @@ def relu_backward(dy, y, add=None):
 
 
 def _of(function):
-    return lambda x, slope=0.0: np.array([function(float(v), slope) for v in np.ravel(x)]).reshape(np.shape(x))
+    return lambda x, slope=0.0: function(np.asarray(x, np.float64), slope)
 
 
 def _logistic(x):
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+    with np.errstate(over="ignore"):  # the exponential of what is far below zero, whose inverse is zero
+        return 1 / (1 + np.exp(-x))
 
 
-def _gelu_tanh(x):
-    return 0.5 * x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
-
+_erfc = np.vectorize(math.erfc, otypes=[np.float64])  # NumPy has none
 
 FUNCTIONS = {
-    "relu": _of(lambda x, _: max(x, 0.0)),
-    "relu6": _of(lambda x, _: min(max(x, 0.0), 6.0)),
-    "leaky_relu": _of(lambda x, slope: x if x > 0 else slope * x),
+    "relu": _of(lambda x, _: np.maximum(x, 0)),
+    "relu6": _of(lambda x, _: np.clip(x, 0, 6)),
+    "leaky_relu": _of(lambda x, slope: np.where(x > 0, x, slope * x)),
     "sigmoid": _of(lambda x, _: _logistic(x)),
-    "tanh": _of(lambda x, _: math.tanh(x)),
+    "tanh": _of(lambda x, _: np.tanh(x)),
     "silu": _of(lambda x, _: x * _logistic(x)),
-    "gelu": _of(lambda x, _: 0.5 * x * math.erfc(-x / math.sqrt(2))),
-    "gelu_tanh": _of(lambda x, _: _gelu_tanh(x)),
-    "hardswish": _of(lambda x, _: x * min(max(x + 3, 0.0), 6.0) / 6),
+    "gelu": _of(lambda x, _: 0.5 * x * _erfc(-x / math.sqrt(2))),
+    "gelu_tanh": _of(lambda x, _: 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))),
+    "hardswish": _of(lambda x, _: x * np.clip(x + 3, 0, 6) / 6),
 }
 KINKS = {"relu": (0,), "relu6": (0, 6), "leaky_relu": (0,), "hardswish": (-3, 3)}  # where there is no one slope
 KEEPS_OUTPUT = ("relu", "relu6", "leaky_relu", "sigmoid", "tanh")

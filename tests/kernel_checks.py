@@ -1,0 +1,49 @@
+"""What would keep a compiled kernel from running on a device, or from running as it is meant to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import numpy as np
+
+from minidl.cuda import machine_code
+
+REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
+SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
+
+
+def problems_of(launch, kernel, device) -> Iterator[str]:
+    """What would keep this launch from running on this device, or from running as it is meant to."""
+    threads = int(np.prod(launch.block))
+    if kernel.spill_bytes:
+        yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
+    if kernel.shared_bytes + launch.shared > device.shared_per_block:
+        yield f"wants {kernel.shared_bytes} + {launch.shared} bytes of shared memory of {device.shared_per_block}"
+    # Registers are given to whole warps, in units of eight per thread.
+    if -(-threads // 32) * 32 * (-(-kernel.registers // 8) * 8) > REGISTERS:
+        yield f"wants {kernel.registers} registers for each of {threads} threads"
+
+
+# What reads or writes global memory on sm_90, by the operation's lowest 9 bits; the others are its operands' kinds:
+# LD, LDG, ST, STG, ATOM, RED, ATOMG, LDGSTS, UTMALDG, UTMASTG, UTMAREDG, UBLKCP.
+_GLOBAL = [0x180, 0x181, 0x185, 0x186, 0x18A, 0x18E, 0x1A8, 0x1AE, 0x1B4, 0x1B5, 0x1B6, 0x1BA]
+# Touches no memory; kernels that meet other GPUs, before which a stream waits for another one anyway.
+WITHOUT_WAIT = {"spin", "all_reduce"}
+
+
+def hasty(stem, name, opcodes) -> str | None:
+    """What is wrong about when a kernel of sm_90 waits for the one before it, by the order of its code."""
+    waits = np.flatnonzero(opcodes == machine_code.WAIT)
+    touches = np.flatnonzero(np.isin(opcodes & 0x1FF, _GLOBAL))
+    if stem in WITHOUT_WAIT:
+        return "waits, and is listed as one that does not" if waits.size else None
+    if waits.size != 1:
+        return f"waits for its predecessor {waits.size} times: call await_predecessor() once, on every path"
+    if touches.size and touches[0] < waits[0]:
+        return "may touch global memory before await_predecessor()"
+    if (opcodes[: waits[0]] == machine_code.LET_IN).any():
+        return "lets the next kernel in before await_predecessor()"
+    if (opcodes[: waits[0]] == machine_code.EXIT).any():
+        return "may end before await_predecessor(), and let those behind it begin too early"
+    return None
