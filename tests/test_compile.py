@@ -336,6 +336,7 @@ def test_profiled_steps_are_replays_too(accumulate, first, cuda_ops, tmp_path):
 def test_a_profile_costs_less_than_a_fiftieth_of_the_run(cuda_ops, rng, tmp_path):
     """Blocks of steps with and without it take turns, so that the clock of the GPU is the same for both."""
     model = m.Model(models.build("resnet50", (224, 224, 3), 1000), device="cuda", precision="bf16")
+    fusion.fuse(model, "auto", batch=32)  # as `minidl train` does
     images = data.dataset("synthetic", None, "train", n=32, shape=(8, 8, 3), num_classes=1000)
     loader = data.Loader(images, 32, dtype=model.precision.storage)
     optimizer, loss = m.SGD(model, 1e-3, 0.9), m.SoftmaxCrossEntropy()
