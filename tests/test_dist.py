@@ -269,9 +269,11 @@ def test_launching_without_mpi_names_the_extra(tmp_path, monkeypatch, capsys):
     assert stop.value.code == 2
 
 
-def test_launch_replaces_itself_by_mpiexec(monkeypatch):
+def test_launch_replaces_itself_by_mpiexec(monkeypatch, tmp_path):
     ran = []
-    monkeypatch.setattr(launch.mpiexec, "find", lambda: mpiexec.Launcher("/usr/bin/mpiexec", "MPICH", "5"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    monkeypatch.setattr(mpiexec, "find", lambda: mpiexec.Launcher("/usr/bin/mpiexec", "MPICH", "5"))
     monkeypatch.setattr(launch.os, "execv", lambda path, command: ran.append(command))
     launch.main(["-n", "2", "train.py", "-n", "5", "--lr=1"])
     launch.main(["-n", "3", "-m", "package.train", "-m"])

@@ -95,5 +95,6 @@ def test_where_it_cannot_apply_it_is_refused_in_one_line(tmp_path, monkeypatch, 
         dist.shrink()
     other = mpiexec.Launcher("mpiexec", "MPICH", "5.0")
     monkeypatch.setattr(mpiexec, "find", lambda: other)
-    assert launch.main(["-n", "2", "--elastic", "x.py"]) == 2
+    (tmp_path / "x.py").touch()
+    assert launch.main(["-n", "2", "--elastic", str(tmp_path / "x.py")]) == 2
     assert "elastic: MPICH ends the ranks that are left when one is lost" in capsys.readouterr().err
