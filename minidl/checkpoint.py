@@ -59,9 +59,8 @@ def write_whole(path: str | os.PathLike, data: bytes) -> None:
     A link stays one, and its file is replaced; a device such as /dev/stdout is written to.
     """
     path = Path(path)
-    if (
-        path.exists() and not path.is_file() and not path.is_dir()
-    ):  # asked before links are followed: a pipe has no name
+    # Before links are followed: a pipe has no name of its own.
+    if path.exists() and not path.is_file() and not path.is_dir():
         path.write_bytes(data)
         return
     path = path.resolve()

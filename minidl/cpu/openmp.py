@@ -3,8 +3,9 @@
 By default its threads spin for some milliseconds at the end of each parallel loop. On a busy machine the scheduler may
 put two of them on one core: whoever spins then burns the time slice of whoever it waits for, in each of the hundreds
 of loops of a step, and training takes sixty times as long. A short spin bridges the gaps between the loops of a step:
-less costs time on an idle machine, more costs it on a busy one. A step of ResNet-20 on two cores, alone and beside
-another: 40 and 78 ms with a count of 500, 37 and 87 with 1000, 35 and 108 with 2000, 34 and 170 with 5000.
+less costs time on an idle machine, more costs it on a busy one. A step of ResNet-20 on two cores takes 170 ms beside
+another such program with a count of 5000, 108 with 2000, 87 with 1000, 78 with 500; alone, in turns with 5000 (33 to 39
+ms), 5 %, 9 % and 20 % longer.
 OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment win, and a runtime that another package loaded before keeps its
 own.
 """

@@ -17,7 +17,6 @@ _FOLDER = "cifar-10-batches-bin"  # what the published archive unpacks to
 _FILES = {"train": [f"data_batch_{i}.bin" for i in range(1, 6)], "test": ["test_batch.bin"]}
 _AUGMENT = Compose(RandomCrop(4), RandomHorizontalFlip())  # He et al., "Deep residual learning", 2015, section 4.2
 _MEAN, _STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images
-
 _CLASSES = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
 
 
@@ -63,5 +62,6 @@ def cifar10(path: str | Path, split: str = "train") -> ArrayDataset:
         folder /= _FOLDER
     parts = [_read(folder / name) for name in _FILES[split]]
     images, labels = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    options = {"classes": _CLASSES, "augment": _AUGMENT}
-    return ArrayDataset(images, labels, num_classes=10, mean=_MEAN, std=_STD, **options)
+    return ArrayDataset(
+        images, labels, num_classes=len(_CLASSES), mean=_MEAN, std=_STD, augment=_AUGMENT, classes=_CLASSES
+    )

@@ -42,16 +42,9 @@ MODELS: dict[str, Callable[..., Graph]] = {
 }  # fmt: skip
 
 __all__ = [
-    "CHOICES",
-    "MODELS",
-    "build",
-    "by_rows",
-    "depthwise_separable",
-    "parse_options",
-    "squeeze_excitation",
-    "usual_task",
+    "CHOICES", "MODELS", "build", "by_rows", "depthwise_separable", "parse_options", "squeeze_excitation", "usual_task",
     *MODELS,
-]
+]  # fmt: skip
 
 CHOICES = f"one of {', '.join(sorted(MODELS))}, or MODULE:FUNCTION of your own"
 _USUAL = {"image_shape": (224, 224, 3), "num_classes": 1000}  # where a function of the user's does not say
