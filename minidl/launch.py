@@ -44,7 +44,7 @@ def _start(options: argparse.Namespace) -> int:
 
 def _what_runs(options: argparse.Namespace) -> list[str]:
     """Python's arguments for a module, a script, or the command ``minidl``."""
-    if options.module or (options.script == "minidl" and not os.path.exists("minidl")):
+    if options.module or (options.script == "minidl" and not os.path.isfile("minidl")):
         return ["-m", options.script]
     if not os.path.isfile(options.script):  # else each rank would say so in Python's words
         raise FileNotFoundError(f"there is no script {options.script}; -m runs a module")

@@ -277,9 +277,12 @@ def test_launch_replaces_itself_by_mpiexec(monkeypatch, tmp_path):
     monkeypatch.setattr(launch.os, "execv", lambda path, command: ran.append(command))
     launch.main(["-n", "2", "train.py", "-n", "5", "--lr=1"])
     launch.main(["-n", "3", "-m", "package.train", "-m"])
+    (tmp_path / "minidl").mkdir()  # as in a clone of the repository
+    launch.main(["-n", "2", "minidl", "train", "--lr=1"])
     start = "/usr/bin/mpiexec", "-n"
     assert ran[0] == [*start, "2", sys.executable, "train.py", "-n", "5", "--lr=1"]
     assert ran[1] == [*start, "3", sys.executable, "-m", "package.train", "-m"]
+    assert ran[2] == [*start, "2", sys.executable, "-m", "minidl", "train", "--lr=1"]
 
 
 def test_facts_never_raise_and_every_failure_has_a_remedy(monkeypatch):
