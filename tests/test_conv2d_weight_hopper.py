@@ -169,7 +169,9 @@ def test_pitched_and_misaligned_arrays_give_the_bits_of_dense_ones(hopper_ops, c
 @pytest.mark.parametrize("division", [(1, 1), (4, 1), (1, 2), (2, 2), (5, 1, 3)], ids=str)
 @cases([case for case in CASES if case.name in ("3x3", "3x3-many-steps", "1x1-many-steps", "11x11-stride-3-1")])
 def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, division, kind, monkeypatch, taking):
-    """Into a slice of an arena at an odd offset, partial sums poisoned, canaries around both."""
+    """Into a slice of an arena, also where it begins amid 16 bytes and is copied to; what is made on the way is
+    poisoned, with canaries around all.
+    """
     import cupy
 
     storage, tf32 = KINDS[kind]
@@ -190,15 +192,15 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
         placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
         size = int(np.prod(case.w))
         arena = cupy.full(size + 258, np.nan, np.float32)
-        out = arena[128 + offset : 128 + offset + size].reshape(case.w)
+        out, before = arena[128 + offset : 128 + offset + size].reshape(case.w), len(guards)
         with monkeypatch.context() as patch, family("hopper"):
             patch.setattr(hopper, "empty", guarded)
             hopper_ops.conv2d_backward_weight(*placed, **case.options, out=out, tf32=tf32)
+        assert len(guards) - before == (division[0] > 1) + offset, "partial sums, and a place of its own"
         expected = reference.conv2d_backward_weight(dy, x, case.w, **case.options)
         np.testing.assert_array_equal(hopper_ops.to_host(out), expected)
         around = hopper_ops.to_host(arena)
         assert np.isnan(around[: 128 + offset]).all() and np.isnan(around[128 + offset + size :]).all()
-    assert bool(guards) == (division[0] > 1 and bool(tiles))
     for arena, size in guards:
         host = cupy.asnumpy(arena)
         assert (host[:1024] == 255).all() and (host[1024 + size :] == 255).all()

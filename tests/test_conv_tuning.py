@@ -31,6 +31,7 @@ from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
 from minidl.precision import float32
 from minidl.profile import tuned
+from minidl.profile.inputs import placed
 from minidl.profile.timing import Timing
 from tests.reference import conv2d as reference
 from tests.tolerance import draw_integers
@@ -476,7 +477,7 @@ def test_a_contest_that_is_over_holds_no_memory(cuda_ops, monkeypatch):
     made: list[Watched] = []
     question = Question("forward", sizes(*SHAPES[2]), *DTYPES["bf16"])
     monkeypatch.setattr(capture, "_never_taken_back", make)
-    conv_tuning._noise()  # stays
+    placed(cuda_ops)  # stays
     pool = cupy.cuda.MemoryPool(make)
     with capture.steady(), cupy.cuda.using_allocator(pool.malloc):
         contest = conv_tuning.DeviceContest(question)

@@ -203,6 +203,23 @@ def test_a_limit_below_what_fits_without_visits_is_met_with_them(small):
                 model.backward(loss.backward())
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_smaller_batches_fit_into_a_tight_limit(small, precision):
+    """Their steps are shorter, so that to hide its copies momentum would be there longer: then it comes in a hurry."""
+    with dry_run():
+        model = m.Model(_network(), device="cuda", precision=precision, group_bytes=0)
+        optimizer = m.SGD(model, 0.1, 0.9)
+        optimizer.update_in_backward()
+        options = {"engine": DryEngine, "least": 2048, "optimizer": optimizer}
+        with pytest.raises(Infeasible) as told:
+            limit_memory(model, 64, 1000, **options)
+        memory = limit_memory(model, 64, told.value.needed, **options)
+        assert memory.script.trace.visitors
+        for samples in range(1, 64):
+            with memory.step(samples):
+                pass
+
+
 @pytest.mark.parametrize("device", ["shapes", CUDA])
 @pytest.mark.parametrize("given", [False, True])
 def test_another_limit_takes_the_momentum_along(small, device, given):

@@ -114,10 +114,13 @@ class LimitedMemory:
             if not variants:
                 expected = "one for this model, batch and GPU"
                 raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
+        return self._fastest_of(variants, self.limit - self._options["reserve"])
+
+    def _fastest_of(self, variants: Sequence[Recording], limit: int, host_bytes: int | None = None) -> Script:
         found, errors = [], []
         for variant in variants:
             try:
-                found.append(self._script(variant, self.limit - self._options["reserve"]))
+                found.append(self._script(variant, limit, host_bytes))
             except Infeasible as error:
                 errors.append(error)
         if not found:
@@ -169,10 +172,11 @@ class LimitedMemory:
     def _smaller(self, samples: int) -> Script:
         """A script for a smaller batch, which fits into the arenas that are there: captured steps know their places."""
         recording, engine = self._recorded(samples), self.store.engine
-        if self.script.trace.visitors:
-            recording = self._variants(recording)[-1]
+        variants = [recording]
+        if self.script.trace.visitors:  # the momentum stays where it is
+            variants = [variant for variant in self._variants(recording) if variant.trace.visitors]
         try:
-            return self._script(recording, engine.arena_bytes + outside(recording), engine.host_bytes)
+            return self._fastest_of(variants, engine.arena_bytes + outside(variants[0]), engine.host_bytes)
         except Infeasible as error:
             remedy = "drop the last batch, or make batches of one size"
             expected = "a batch that fits into the memory planned for the largest"
