@@ -3,6 +3,7 @@
 #
 #   RANKS=4                   ranks of `make train` (default: one for each GPU, or 2 on the CPU)
 #   JOBS=4                    workers of `make test` (default: one for each core, 8 at most; none beside a GPU)
+#   GPU_JOBS=16               of `make test-gpu` (default: one for each core, 8 at most)
 #   ARGS="--epochs 5"         further arguments of the script or of pytest
 #   PYTHON=python3            use this interpreter as it is: no environment is made and nothing is downloaded
 
@@ -20,7 +21,9 @@ unexport PYTHONDONTWRITEBYTECODE
 
 GPUS = $(filter-out 0,$(shell nvidia-smi -L 2>/dev/null | grep -c '^GPU'))
 RANKS ?= $(or $(GPUS),2)
-JOBS ?= $(if $(GPUS),0,$(shell echo $$(($$(nproc 2>/dev/null || echo 1) < 8 ? $$(nproc 2>/dev/null || echo 1) : 8))))
+CORES := $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 8 ? cores : 8)))
+JOBS ?= $(if $(GPUS),0,$(CORES))
+GPU_JOBS ?= $(CORES)
 ARGS ?=
 BENCH ?= $(sort $(wildcard benchmarks/bench_*.py))
 PIP := PYTHONWARNINGS=ignore .venv/bin/python -m pip --quiet --disable-pip-version-check
@@ -63,9 +66,12 @@ test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves wh
 	@workers=$$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(JOBS) --dist worksteal"); \
 	$(PY) -m pytest $$workers $(ARGS)
 
-test-gpu: $(BUILT) ## the tests that need a GPU
+test-gpu: $(BUILT) ## the tests that need a GPU: by several workers, then those that need it to themselves
 	@$(PY) -c "$$REQUIRE_GPU"
-	@$(PY) -m pytest -m gpu $(ARGS)
+	@workers=$$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); failed=0; \
+	for laws in "gpu and not alone and not multi_gpu" "gpu and (alone or multi_gpu)"; do \
+		MINIDL_SHARE_GPUS=1 $(PY) -m pytest $$workers -m "$$laws" $(ARGS) || [ $$? = 5 ] || failed=1; workers=; \
+	done; exit $$failed
 
 sanitize: $(BUILT) ## a few cases of each law of the kernels under compute-sanitizer's memcheck and racecheck
 	@$(PY) scripts/sanitize.py $(ARGS)

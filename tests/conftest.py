@@ -56,8 +56,8 @@ for _change in ("setattr", "undo"):
 def pytest_runtest_setup(item):
     if item.get_closest_marker("mpi") and job.missing():
         pytest.skip(job.missing())
-    if item.get_closest_marker("multi_gpu") and job.gpus() < 2:
-        pytest.skip(f"needs two GPUs, found {job.gpus()}")
+    if item.get_closest_marker("multi_gpu") and job.most_ranks() < 2:
+        pytest.skip(f"needs two GPUs, found {job.gpus()} (MINIDL_SHARE_GPUS=1: ranks share one)")
     # Workers of pytest-xdist share one GPU: what one of them times is then another's work too.
     if item.get_closest_marker("alone") and "PYTEST_XDIST_WORKER" in os.environ:
         pytest.skip("times the GPU: run it without -n")

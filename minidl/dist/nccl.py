@@ -62,21 +62,29 @@ def load_nccl() -> ModuleType:
 def bind_device(control: MPICommunicator) -> int:
     """Make one GPU this rank's current device and return its index; a collective.
 
-    The GPU is that of the local rank, or the only one where the launcher shows each rank its own.
+    The GPU is that of the local rank, or the only one where the launcher shows each rank its own. With
+    MINIDL_SHARE_GPUS=1 ranks may share one, which then runs them in turns: for trying a job of several ranks out.
 
     Raises:
-        RuntimeError: on every rank, when a rank has no GPU or two ranks share one.
+        RuntimeError: on every rank, when a rank has no GPU or, otherwise, two ranks share one.
     """
 
-    def choose() -> tuple[str, str, int]:
+    def choose() -> tuple[tuple[str, str], int, bool]:
         cupy = import_cupy()
         index = control.local_rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(index).use()
-        return socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index), index
+        place = socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index)
+        return place, index, os.environ.get("MINIDL_SHARE_GPUS") == "1"
 
-    places = together(control, "binding a GPU to each rank", choose)
-    refuse_shared_devices([(host, bus) for host, bus, _ in places])
-    return places[control.rank][2]
+    found = together(control, "binding a GPU to each rank", choose)
+    places = [place for place, _, _ in found]
+    if not all(may_share for _, _, may_share in found):
+        refuse_shared_devices(places)
+    place, index, _ = found[control.rank]
+    if turn := places[: control.rank].count(place):
+        # NCCL takes no GPU twice on one host, but on two; messages then go by its sockets.
+        os.environ["NCCL_HOSTID"] = f"{place[0]} {turn}"
+    return index
 
 
 def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
@@ -85,7 +93,9 @@ def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
         ranks = [rank for rank, place in enumerate(places) if place == (host, bus)]
         if len(ranks) > 1:
             raise checks.order(
-                "init", f"ranks {rank_list(ranks)} share GPU {bus} of {host}", "start at most one rank per GPU"
+                "init",
+                f"ranks {rank_list(ranks)} share GPU {bus} of {host}",
+                "start at most one rank per GPU, or set MINIDL_SHARE_GPUS=1 to try a job out on fewer",
             )
 
 

@@ -105,6 +105,11 @@ def gpus() -> int:
         return 0
 
 
+def most_ranks() -> int:
+    """That can be on GPUs here: one on each, or two where they may share one."""
+    return max(gpus(), 2 if gpus() and os.environ.get("MINIDL_SHARE_GPUS") == "1" else 0)
+
+
 def run(worker: str, ranks: int, out: Path, *arguments: str, **environment: str) -> Job:
     """Run ``workers/<worker>.py OUT arguments...`` as ``ranks`` processes."""
     return run_command(mpiexec.find().command(ranks, _program(worker, out, arguments)), out, **environment)

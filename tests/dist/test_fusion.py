@@ -30,7 +30,7 @@ def test_ranks_follow_the_plan_of_rank_0(tmp_path):
 @pytest.mark.parametrize("sizes", [(5, 2), (4, 1, 3)], ids=str)
 def test_synchronised_batch_norms_of_unequal_shares_are_those_of_the_whole_batch(device, sizes, tmp_path):
     """Losses, gradients and running statistics, by every plan, against one rank without a plan."""
-    if device == "cuda" and job.gpus() < len(sizes):
+    if device == "cuda" and job.most_ranks() < len(sizes):
         pytest.skip(f"needs {len(sizes)} GPUs")
     (tmp_path / "alone").mkdir()
     [alone] = job.answers("synchronised", 1, tmp_path / "alone", device, str(sum(sizes)))
