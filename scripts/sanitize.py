@@ -43,7 +43,8 @@ FOUND = 9  # the exit status of a process in which memcheck found something
 KNOWN = {
     r" in hopper\.cuh:": "the loads and stores of those stages, and none of another kernel, are functions of this file",
     r" in csb_tensor\.cuh:": "copies that cp.async.mbarrier.arrive completes, which it does not see either",
-    r" in csb_rows\.cu:": "reads of what those copies brought; notes that a stage's barriers hand on with it",
+    r" in csb_rows\.cu:": "reads of what those copies brought, and of notes that a stage's barriers hand on with it",
+    r" at (turn_piece|Fetch::store_word)\(.* in csb_rows_fetch\.cuh:": "writes of the same, before the barrier",
     r" at (at|fragments)\(.* in csb_(dots|tensor)\.cu:": "likewise",
     r" in tickets\.cuh:": "the thread that fills a stage tells whose it is before it arrives at the stage's barrier",
     r" at list\(.* in csb_dots\.cu:": "lists compare the upper halves of words whose lowest bit is being set",

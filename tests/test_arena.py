@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 
 import minidl as m
 from minidl import models
-from minidl.cuda.capture import Lending, Recording, Replaying
+from minidl.cuda.capture import Kept, Lending, Recording, Replaying, allocating
 from minidl.cuda.launch import dry_run
 from minidl.memory.arena import Lender, most_live, place
 from minidl.memory.placement import ALIGN
@@ -204,3 +205,29 @@ def test_lent_memory_comes_from_the_block_while_it_has_room():
     lending.free(inside[0], 0)
     lending.free(outside, 0)
     assert lending.malloc(ALIGN, 0) == inside[0]
+
+
+def test_an_allocator_is_kept_while_its_memory_is_in_use():
+    kept = Kept(Lending(Lender(4 * ALIGN), 1 << 40, Memory()))
+    seen = weakref.ref(kept)
+    addresses = [kept.malloc(1, 0) for _ in range(2)]
+    del kept
+    for address in addresses:
+        seen().free(address, 0)
+    assert seen() is None
+
+
+def test_arrays_among_garbage_give_back_what_they_were_lent(cuda_ops):
+    """The collector may take the objects of a cycle apart in any order, and all that nobody else refers to."""
+    import cupy
+
+    lender, block = Lender(64 * ALIGN), cupy.zeros(64 * ALIGN, np.uint8)
+    whole = lender.free
+    for _ in range(10):
+        with allocating(Lending(lender, block.data.ptr, lambda size: None)):
+            cycle = [cuda_ops.zeros((3,), np.dtype(np.float32))]
+        cycle.append(cycle)
+        assert lender.free < whole
+        del cycle
+        gc.collect()
+        assert lender.free == whole

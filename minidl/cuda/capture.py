@@ -12,7 +12,7 @@ import gc
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from minidl.cuda.device import import_cupy, unprepared
 
@@ -155,11 +155,36 @@ def used_bytes() -> int:
     return import_cupy().get_default_memory_pool().used_bytes() - sum(lending.free_bytes for lending in _lending)
 
 
+class Kept:
+    """An allocator that is kept while memory of it is in use.
+
+    Python's cycle collector, which finds an array and its allocator among the same garbage, could take the allocator
+    apart before the array gives its memory back.
+    """
+
+    _in_use: ClassVar[set[Kept]] = set()
+
+    def __init__(self, allocator: Allocator):
+        self._allocator, self._count = allocator, 0
+
+    def malloc(self, size: int, device: int) -> int:
+        address = self._allocator.malloc(size, device)
+        self._count += 1
+        self._in_use.add(self)
+        return address
+
+    def free(self, address: int, device: int) -> None:
+        self._count -= 1
+        if self._count == 0:
+            self._in_use.discard(self)
+        self._allocator.free(address, device)
+
+
 @contextmanager
 def allocating(allocator: Allocator) -> Iterator[None]:
     """Within, CuPy's arrays of this thread come from ``allocator``."""
-    cupy = import_cupy()
-    memory = cupy.cuda.PythonFunctionAllocator(allocator.malloc, allocator.free)
+    cupy, kept = import_cupy(), Kept(allocator)
+    memory = cupy.cuda.PythonFunctionAllocator(kept.malloc, kept.free)
     with cupy.cuda.using_allocator(memory.malloc), unprepared():  # which of two calls is the first must not matter
         yield
 
