@@ -71,7 +71,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     """What the options ask for, with an epoch of so many samples."""
     steps_per_epoch = ceil_div(samples, checks.at_least("", "--batch", a.batch, 1))
-    end = a.epochs / 2 if a.prune_end is None else a.prune_end
+    end = _end(a)
     if not 0 <= a.prune_begin <= end <= a.epochs:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
         raise checks.bad_value("", "--prune-end", expected, end)
@@ -81,6 +81,11 @@ def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     schedule = CubicSchedule(sparsity, first, last, frequency=a.prune_every)
     scope = a.scope or ("global" if a.granularity == "layer" else "layer")
     return Pruning(schedule, a.include, a.exclude, granularity=a.granularity, scope=scope)
+
+
+def _end(a: argparse.Namespace) -> float:
+    """The epoch in which the sparsity is reached."""
+    return a.epochs / 2 if a.prune_end is None else a.prune_end
 
 
 class _Pruning(training.Training):
@@ -107,6 +112,9 @@ class _Pruning(training.Training):
 
     def settings(self, optimizer: SGD) -> dict[str, Any]:
         return {"pruning": repr(optimizer.pruning)}
+
+    def kept(self, a: argparse.Namespace) -> str:
+        return f" --prune-end {_end(a):g}" if a.prune_end is None else ""
 
     def fit(self, trainer: Trainer, a: argparse.Namespace) -> dict[str, float] | None:
         if not a.scan:

@@ -64,6 +64,12 @@ def run_cli(capsys, *words):
     (["layers", "--json", f"{__file__}/rows.json"], f"{__file__} is a file"),
     (["layers", "--csv", "/"], "--csv must be a file, there already or to be made, got '/'; / is a folder"),
     (["model", "--model", "lenet", "mlp", "--trace", "t.json"], "--trace must be with one model"),
+    (["model", "--model", "lenet", "--batch", "2", "4", "2"], "--batch must be a list without repetitions"),
+    (["layers", "--model", "lenet", "--ways", "replayed"], "--ways must be cold or hot on this device"),
+    (["layers", "--layer", "ReLU()", "--input", "1x2x2x3", "--ways", "replayed"], "--ways must be cold or hot"),
+    (["layers", "--json", "r.out", "--csv", "./r.out"], "--csv must be another file than --json, got './r.out'"),
+    (["layers", "--model", "lenet", "--seconds", "0"], "minidl bench: --seconds must be a number above 0"),
+    (["layers", "--model", "lenet", "--group-mb", "-1"], "minidl bench: --group-mb must be a number of at least 0"),
     (["model", "--model", "lenet", "--precision", "tf32", "--device", "cpu"], "tf32"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_clear_line(words, message, capsys, known_ceilings):

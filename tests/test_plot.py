@@ -168,6 +168,15 @@ def test_files_of_one_name_in_two_folders(save_as, tmp_path):
     assert {"h200-r-bars.svg", "x2-r-bars.svg", "x2-r-communication.svg", "scaling.svg", "share.svg"} <= names
 
 
+def test_a_compressed_file_gives_its_pictures_the_same_names(save_as, tmp_path):
+    content = fake("lenet", 32, 8)
+    made = [
+        {path.name for path in plots.make([save_as(name, content)], output=tmp_path / "out", format="svg")[0]}
+        for name in ("r.json", "r.json.gz")
+    ]
+    assert made[0] == made[1] and "r-bars.svg" in made[0]
+
+
 def test_long_names_stay_on_the_page():
     content = fake("lenet", 32, 8)
     content["machine"]["gpu"] = "A processor whose makers wrote their whole catalogue into its name " * 2

@@ -71,6 +71,16 @@ def test_it_goes_on_from_a_trained_network_and_writes_a_small_file(tmp_path, cap
     m.Model(models.resnet20(4, (8, 8, 3))).load_state_dict(state)
 
 
+def test_the_command_that_the_last_line_names_trains_on(tmp_path, capsys):
+    """More epochs alone would move the default end of pruning, and a resumed run keeps its schedule."""
+    prune(tmp_path, epochs=2)
+    options = re.search(r"next: the same with (.*) trains on;", capsys.readouterr().out)[1].split()
+    assert cli.main(["prune", *SMALL, "--prune-every", "2", "--output", str(tmp_path), *options]) == 0
+    assert "epoch 4/4" in capsys.readouterr().out
+    prune(tmp_path, "--prune-end", "1", "--resume", epochs=4)
+    assert capsys.readouterr().out.splitlines()[1].endswith("is at epoch 4; raise --epochs to go on")
+
+
 @pytest.mark.parametrize("granularity", ["weight", "filter"])
 def test_a_resumed_run_prunes_as_one_that_was_not_stopped(tmp_path, granularity):
     options = ["--granularity", granularity, "--sparsity", "0.5", "--prune-end", "3", "--schedule", "constant"]

@@ -297,6 +297,7 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
     path = tmp_path / "out.json"
     assert cli.main(["simulate", str(RESNET50), *options, "--network", "20,0.3", "--json", str(path)]) == 0
     told = capsys.readouterr().out
+    assert f"wrote {path}" in told
     assert "simulated: resnet50/224x224/b64" in told and "below 90% from 16 ranks: the update waits" in told
     rows = load(path)["rows"]
     assert {row["nodes"] for row in rows} == {1, 2, 4} and len(rows) == 3 * len(scaling.GROUPS)
@@ -324,6 +325,8 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
         ),
         (["--case", "vgg16/224x224/b16", "--link", "7,300", "--interference", "1"], "products must be a number from 0"),
         (["--case", "vgg16/224x224/b16", "--fit"], "--fit must be left out without --check"),
+        (["--check", str(SCALING), "--json", "o.json"], "--json must be left out with --check, got 'o.json'"),
+        (["--check", str(SCALING), "--ranks-per-node", "4"], "--ranks-per-node must be left out with --check"),
     ],
 )
 def test_mistaken_options_are_one_line(words, message, capsys):
