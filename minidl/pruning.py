@@ -31,6 +31,7 @@ from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
 _SCANNED = (0.5, 0.7, 0.8, 0.9, 0.95)  # sparsities
+_COMPRESSING = {"clusters": 32, "share_epochs": 2}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -63,8 +64,12 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="only report how much pruning each part of the network tolerates, without training",
     )
     p.add_argument("--compress", action="store_true", help="also share weights and write OUTPUT/model.mdz")
-    p.add_argument("--clusters", type=int, default=32, help="number of values that the weights of a layer share")
-    p.add_argument("--share-epochs", type=int, default=2, help="further epochs that train the shared values")
+    p.add_argument(
+        "--clusters", type=int, help="with --compress: number of values that the weights of a layer share; default: 32"
+    )
+    p.add_argument(
+        "--share-epochs", type=int, help="with --compress: further epochs that train the shared values; default: 2"
+    )
     p.set_defaults(output="runs/prune")
 
 
@@ -125,10 +130,22 @@ class _Pruning(training.Training):
 
 def run(a: argparse.Namespace) -> int:
     """Train and prune as the options say, and make of the result what they ask for; the exit status."""
+    _refuse(a)
     _, trainer = training.trained(a, _Pruning())
     if trainer.stopped is None and not a.scan:
         finish(trainer, a)
     return training.status(trainer)
+
+
+def _refuse(a: argparse.Namespace) -> None:
+    """Options that cannot apply are errors; those of compressed files get their usual values."""
+    if a.scan and a.compress:
+        raise checks.bad_value("", "--compress", "left out with --scan, which trains nothing", True)
+    for name, usual in _COMPRESSING.items():
+        given = getattr(a, name)
+        if given is not None and not a.compress:
+            raise checks.bad_value("", f"--{name.replace('_', '-')}", "left out without --compress", given)
+        setattr(a, name, usual if given is None else given)
 
 
 def accuracy(model: Model, loader: Loader) -> float:

@@ -346,7 +346,7 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: as `load`; for a size, batch or number of samples that cannot be.
     """
-    size = checks.at_least("", "--image-size", a.image_size or _IMAGE_SIZE, 1)
+    size = checks.at_least("", "--image-size", _IMAGE_SIZE if a.image_size is None else a.image_size, 1)
     batch = checks.at_least("", "--batch", a.batch, 1)
     samples = checks.at_least("", "--samples", a.samples, 2)
     module, device = load(a.torch), device_of(a.device, SOLO)
