@@ -75,7 +75,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--peer", action="append", default=[], choices=["torch"], help="also measure the same layers in PyTorch"
     )
-    p.add_argument("--torch", metavar="MODULE:NAME", help="measure a torch.nn.Module instead")
+    p.add_argument("--torch", metavar="MODULE:NAME", help="measure a torch.nn.Module instead; or what NAME() returns")
     p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"], help="tables to print")
 
 
