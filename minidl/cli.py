@@ -35,7 +35,8 @@ VERBS = {
     ),
 }
 _ALIASES = {"doctor": ["info"]}
-_WRITTEN = ("json", "csv", "trace", "plot")  # options that name a file for what a verb finds
+_PICTURES = ("plot", "map")
+_WRITTEN = ("json", "csv", "trace", *_PICTURES)  # options that name a file for what a verb finds
 _UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -136,6 +137,10 @@ def _require_places(arguments: argparse.Namespace) -> None:
     for name in _WRITTEN:
         if path := getattr(arguments, name, None):
             checkpoint.require_place("", f"--{name}", path)
+            if name in _PICTURES:
+                from minidl.profile.plots.style import require_picture
+
+                require_picture(f"--{name}", path)
             other = taken.setdefault(os.path.realpath(path), name)
             if other != name:
                 raise checks.bad_value("", f"--{name}", f"another file than --{other}", path)
