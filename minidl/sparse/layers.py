@@ -98,9 +98,25 @@ class _CSBLayer(Layer):
         row, column = self.pattern.coordinates()
         return np.ascontiguousarray(self._matrix_of(dense)[row, column])
 
+    def dense(self, values: np.ndarray) -> np.ndarray:
+        """The dense array in the weight's shape whose elements at the pattern are ``values`` (nnz,), on the host; the
+        others are zero: what `at_pattern` takes back.
+        """
+        matrix = np.zeros(self.pattern.shape, values.dtype)
+        matrix[self.pattern.coordinates()] = values
+        return self._weight_of(matrix)
+
+    @property
+    def dense_axes(self) -> int:
+        """Of the dense weight."""
+        return len(self._dense_shape)
+
     @property
     def _dense_shape(self) -> tuple[int, ...]:
         return self.pattern.shape
+
+    def _weight_of(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix
 
     def _matrix_of(self, dense: np.ndarray) -> np.ndarray:
         """A dense weight as the matrix that the pattern is of."""
@@ -272,6 +288,9 @@ class CSBConv2d(_CSBLayer):
     @property
     def _dense_shape(self) -> tuple[int, ...]:
         return self.out_channels, *self.kernel_size, self.in_channels
+
+    def _weight_of(self, matrix: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(matrix.reshape(*self._dense_shape[:3], -1)[..., : self.in_channels])
 
     def _matrix_of(self, dense: np.ndarray) -> np.ndarray:
         return _flat(dense, self.pattern.shape[1] // prod(self.kernel_size))
