@@ -163,6 +163,13 @@ def test_result_files_may_be_compressed(tmp_path):
             results.load(packed)
 
 
+def test_defaults_of_several_words_stand_as_they_are_typed(capsys):
+    for words in (["layers"], ["model"]):
+        status, out, _ = run_cli(capsys, *words, "--help")
+        assert status == 0 and "(default: [" not in out
+    assert "(default: 32)" in out
+
+
 @pytest.mark.parametrize("words", [["bench"], ["tune"]])
 def test_words_that_want_another_list_those_there_are(words, capsys):
     assert cli.main(words) == 2
