@@ -71,7 +71,7 @@ def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {some(names, _MOST)}")
 
 
-# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them.
+# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them; and names of its own modules.
 _CALLED_HERE = {
     "Accuracy": "TopK",
     "Adam": "AdamW with weight_decay=0",
@@ -79,6 +79,7 @@ _CALLED_HERE = {
     "BatchNormalization": "BatchNorm2d",
     "CategoricalCrossentropy": "SoftmaxCrossEntropy",
     "ConfusionMatrix": "Confusion",
+    "CompiledStep": "compile.CompiledStep",
     "Conv2D": "Conv2d",
     "Conv2DTranspose": "ConvTranspose2d",
     "CrossEntropyLoss": "SoftmaxCrossEntropy",
@@ -90,12 +91,15 @@ _CALLED_HERE = {
     "GlobalAveragePooling2D": "AdaptiveAvgPool2d(1)",
     "InstanceNorm2d": "GroupNorm with a group for each channel",
     "JaccardIndex": "Confusion",
+    "Loader": "data.Loader",
     "MaxPooling2D": "MaxPool2d",
     "Module": "Layer, or a function that builds a Graph",
     "Multiply": "Mul",
     "NLLLoss": "SoftmaxCrossEntropy, before the softmax",
+    "Predictor": "predict.Predictor",
     "Sequential": "Graph, which layers are called on",
     "Swish": "SiLU",
+    "Trainer": "train.Trainer",
     "UpSampling2D": "Upsample",
     "ZeroPad2d": "Pad",
 }

@@ -35,7 +35,8 @@ VERBS = {
     ),
 }
 _ALIASES = {"doctor": ["info"]}
-_WRITTEN = ("json", "csv", "trace", "plot")  # options that name a file for what a verb finds
+_PICTURES = ("plot", "map")
+_WRITTEN = ("json", "csv", "trace", *_PICTURES)  # options that name a file for what a verb finds
 _UNREAD = 141  # the status that shells report after SIGPIPE
 _INTERRUPTED = 130  # the status that shells report after Ctrl-C
 
@@ -102,7 +103,7 @@ def _run(argv: list[str]) -> int:
         (_verb(top, argv[0]) if argv else top).print_help()
         return 2
     arguments = _parsed(top, argv)
-    from minidl import checkpoint, dist
+    from minidl import dist
     from minidl.config import use_config, where
     from minidl.dist import abort
 
@@ -110,9 +111,7 @@ def _run(argv: list[str]) -> int:
         if getattr(arguments, "config", None):
             use_config(_verb(top, arguments.verb), arguments.config)
             arguments = _parsed(top, argv)
-        for name in _WRITTEN:
-            if path := getattr(arguments, name, None):
-                checkpoint.require_place("", f"--{name}", path)
+        _require_places(arguments)
         status = arguments.run(arguments)
         sys.stdout.flush()
         dist.world().close()
@@ -128,6 +127,23 @@ def _run(argv: list[str]) -> int:
         sys.exit(2)
     except KeyboardInterrupt:
         _interrupted(arguments)
+
+
+def _require_places(arguments: argparse.Namespace) -> None:
+    """Refuse what no result can be written to, and two results for one file, before the work starts."""
+    from minidl import checkpoint, checks
+
+    taken: dict[str, str] = {}
+    for name in _WRITTEN:
+        if path := getattr(arguments, name, None):
+            checkpoint.require_place("", f"--{name}", path)
+            if name in _PICTURES:
+                from minidl.profile.plots.style import require_picture
+
+                require_picture(f"--{name}", path)
+            other = taken.setdefault(os.path.realpath(path), name)
+            if other != name:
+                raise checks.bad_value("", f"--{name}", f"another file than --{other}", path)
 
 
 def _interrupted(arguments: argparse.Namespace) -> NoReturn:

@@ -25,6 +25,9 @@ class Help(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFo
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         plain = action.default is None or action.default is False or action.default == []
+        if isinstance(action.default, list) and not plain:  # as it is typed, not as Python writes it
+            words = " ".join(map(str, action.default)).replace("%", "%%")
+            return f"{action.help} (default: {words})"
         return action.help if plain else super()._get_help_string(action)
 
 

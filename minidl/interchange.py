@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -115,7 +116,7 @@ def convert_state(
         ours: the layouts of ``state`` are minidl's already.
     """
     report, found = ImportReport(), {}
-    images = _flattened(graph)
+    images, sparse = _flattened(graph), _sparse(graph)
     for name, values in state.items():
         if _IGNORED.search(name):
             report.ignored.append(name)
@@ -125,7 +126,10 @@ def convert_state(
             report.unexpected.append(name)
             continue
         expected = own[own_name].shape
-        array = values if ours else _to_minidl(np.asarray(values), images.get(own_name), len(expected))
+        axes = sparse[own_name].dense_axes if own_name in sparse else len(expected)
+        array = values if ours else _to_minidl(np.asarray(values), images.get(own_name), axes)
+        if own_name in sparse and array.shape != expected:
+            array = _at_pattern(sparse[own_name], array)
         if array.shape != expected:
             report.mismatched.append(f"{own_name} (expected {expected}, got {array.shape})")
         elif own_name in found:
@@ -139,9 +143,12 @@ def convert_state(
 
 
 def torch_state(model: Model) -> dict[str, np.ndarray]:
-    """Parameters and buffers of ``model`` with torchvision's names and layouts, float32, dense."""
-    images = _flattened(model.graph)
-    return {name: _to_torch(values, images.get(name)) for name, values in model.state_dict().items()}
+    """Parameters and buffers of ``model`` with torchvision's names and layouts, float32, dense: sparse ones with their
+    zeros.
+    """
+    images, state = _flattened(model.graph), model.state_dict()
+    state |= {name: layer.dense(state[name]) for name, layer in _sparse(model.graph).items()}
+    return {name: _to_torch(values, images.get(name)) for name, values in state.items()}
 
 
 def export_weights(model: Model, path: str | os.PathLike) -> Path:
@@ -196,15 +203,30 @@ def _names_of_timm(name: str) -> Iterator[str]:
         yield f"features.{1 + sum(_MOBILENET_DEPTHS[:stage]) + block}.conv.{mobile}.{field}"
 
 
+def _sparse(graph: Graph) -> dict[str, Any]:
+    """The layers that have the elements at a pattern only (`minidl.sparse`), by the names of their weights."""
+    return {f"{layer.name}.weight": layer for layer in graph.layers if hasattr(layer, "at_pattern")}
+
+
+def _at_pattern(layer: Any, dense: np.ndarray) -> np.ndarray:
+    """The elements that the layer has of a dense weight; the weight as it is where it has others, or another shape."""
+    try:
+        values = layer.at_pattern(dense)
+    except ValueError:
+        return dense
+    return values if np.count_nonzero(values) == np.count_nonzero(dense) else dense
+
+
 def _flattened(graph: Graph) -> dict[str, tuple[int, int, int]]:
     """The image (H, W, C) whose values the columns of a Linear's weight belong to, by the weight's name."""
-    found = {}
+    found, sparse = {}, _sparse(graph)
     for node in graph.nodes:
-        if isinstance(node.layer, Linear):
+        name = f"{node.name}.weight"
+        if isinstance(node.layer, Linear) or (name in sparse and sparse[name].dense_axes == 2):
             below = graph.nodes[node.inputs[0]]
             shape = graph.nodes[below.inputs[0]].shape if isinstance(below.layer, Flatten) else ()
             if len(shape) == 3:
-                found[f"{node.name}.weight"] = shape
+                found[name] = shape
     return found
 
 

@@ -175,6 +175,10 @@ class SGD(checks.Told):
     def lr(self) -> float:
         return self._lr
 
+    @lr.setter
+    def lr(self, lr: float) -> None:
+        raise AttributeError(f"{type(self).__name__}: lr cannot be set so; call set_lr({lr!r})", name="lr", obj=self)
+
     def set_lr(self, lr: float) -> None:
         """The learning rate of the next step.
 

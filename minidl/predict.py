@@ -134,9 +134,13 @@ class Predictor:
         classes).
 
         Raises:
+            TypeError: one path in the place of a list; what is no data set.
             ValueError: files that cannot be decoded, images of another shape than the network takes.
         """
-        paths = isinstance(images, Sequence) and all(isinstance(path, str | Path) for path in images)
+        if not (isinstance(images, str | Path) or hasattr(images, "__len__")):
+            raise checks.bad_dtype(_WHO, "images", "a list of paths or a data set", checks.describe(images))
+        listed = isinstance(images, Sequence) and all(isinstance(path, str | Path) for path in images)
+        paths = listed or isinstance(images, str | Path)
         dataset = self.files(images) if paths else images
         own = [(part.first_sample, part.probabilities) for part in self.batches(dataset, batch, workers=workers)]
         if damaged := getattr(dataset, "damaged", None):

@@ -119,6 +119,8 @@ def _rows(a: argparse.Namespace, predictor: Predictor, dataset: Dataset, display
     display.start("predict", -(-len(dataset) // a.batch))
     own = []
     for part in predictor.batches(dataset, a.batch, workers=a.workers):
+        if part.labels.ndim != 1:
+            raise checks.bad_shape("", "labels of the data set", "(), a class for each image", part.labels.shape[1:])
         order = np.argsort(-part.probabilities, axis=-1, kind="stable")[:, :top]
         for i, classes in enumerate(order):
             place = part.first_sample + i

@@ -31,6 +31,7 @@ from minidl.sparse.compress import require_libraries
 from minidl.train import Trainer
 
 _SCANNED = (0.5, 0.7, 0.8, 0.9, 0.95)  # sparsities
+_COMPRESSING = {"clusters": 32, "share_epochs": 2}
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:
@@ -63,15 +64,19 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
         help="only report how much pruning each part of the network tolerates, without training",
     )
     p.add_argument("--compress", action="store_true", help="also share weights and write OUTPUT/model.mdz")
-    p.add_argument("--clusters", type=int, default=32, help="number of values that the weights of a layer share")
-    p.add_argument("--share-epochs", type=int, default=2, help="further epochs that train the shared values")
+    p.add_argument(
+        "--clusters", type=int, help="with --compress: number of values that the weights of a layer share; default: 32"
+    )
+    p.add_argument(
+        "--share-epochs", type=int, help="with --compress: further epochs that train the shared values; default: 2"
+    )
     p.set_defaults(output="runs/prune")
 
 
 def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     """What the options ask for, with an epoch of so many samples."""
     steps_per_epoch = ceil_div(samples, checks.at_least("", "--batch", a.batch, 1))
-    end = a.epochs / 2 if a.prune_end is None else a.prune_end
+    end = _end(a)
     if not 0 <= a.prune_begin <= end <= a.epochs:
         expected = f"from --prune-begin ({a.prune_begin:g}) to --epochs ({a.epochs})"
         raise checks.bad_value("", "--prune-end", expected, end)
@@ -81,6 +86,11 @@ def plan_of(a: argparse.Namespace, samples: int) -> Pruning:
     schedule = CubicSchedule(sparsity, first, last, frequency=a.prune_every)
     scope = a.scope or ("global" if a.granularity == "layer" else "layer")
     return Pruning(schedule, a.include, a.exclude, granularity=a.granularity, scope=scope)
+
+
+def _end(a: argparse.Namespace) -> float:
+    """The epoch in which the sparsity is reached."""
+    return a.epochs / 2 if a.prune_end is None else a.prune_end
 
 
 class _Pruning(training.Training):
@@ -108,6 +118,9 @@ class _Pruning(training.Training):
     def settings(self, optimizer: SGD) -> dict[str, Any]:
         return {"pruning": repr(optimizer.pruning)}
 
+    def kept(self, a: argparse.Namespace) -> str:
+        return f" --prune-end {_end(a):g}" if a.prune_end is None else ""
+
     def fit(self, trainer: Trainer, a: argparse.Namespace) -> dict[str, float] | None:
         if not a.scan:
             return trainer.fit()
@@ -117,10 +130,22 @@ class _Pruning(training.Training):
 
 def run(a: argparse.Namespace) -> int:
     """Train and prune as the options say, and make of the result what they ask for; the exit status."""
+    _refuse(a)
     _, trainer = training.trained(a, _Pruning())
     if trainer.stopped is None and not a.scan:
         finish(trainer, a)
     return training.status(trainer)
+
+
+def _refuse(a: argparse.Namespace) -> None:
+    """Options that cannot apply are errors; those of compressed files get their usual values."""
+    if a.scan and a.compress:
+        raise checks.bad_value("", "--compress", "left out with --scan, which trains nothing", True)
+    for name, usual in _COMPRESSING.items():
+        given = getattr(a, name)
+        if given is not None and not a.compress:
+            raise checks.bad_value("", f"--{name.replace('_', '-')}", "left out without --compress", given)
+        setattr(a, name, usual if given is None else given)
 
 
 def accuracy(model: Model, loader: Loader) -> float:

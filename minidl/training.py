@@ -238,6 +238,10 @@ class Training:
         """What a run must share with the checkpoint that it goes on from, beside the options."""
         return {}
 
+    def kept(self, a: argparse.Namespace) -> str:
+        """Options to add, whose defaults follow --epochs, where more epochs are to go on with this run."""
+        return ""
+
     def fit(self, trainer: Trainer, a: argparse.Namespace) -> dict[str, float] | None:
         """The last epoch's figures; None where nothing was trained, and nothing is to be told."""
         return trainer.fit()
@@ -325,7 +329,7 @@ def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, floa
         _tell_start(a, trainer, len(train_set), memory)
     row = verb.fit(trainer, a)
     if row is not None and comm.rank == 0:
-        _finish(a, row, trainer, profile)
+        _finish(a, row, trainer, profile, verb.kept(a))
     return row or {}, trainer
 
 
@@ -466,7 +470,9 @@ def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
     comm.barrier()
 
 
-def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None) -> None:
+def _finish(
+    a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None, kept: str
+) -> None:
     """The last lines: the figure, what was written, what to try next."""
     if trainer.stopped is not None:
         print(f"stopped by {trainer.stopped.name} after step {trainer.step}; the same with --resume goes on")
@@ -475,7 +481,8 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
         print(f"nothing left to do: {trainer.ended}; raise --patience to go on")
         return
     if not row:
-        print(f"nothing left to do: {a.output} is at epoch {trainer.train_loader.epoch}; raise --epochs to go on")
+        remedy = f"raise --epochs to go on{', with' if kept else ''}{kept}"
+        print(f"nothing left to do: {a.output} is at epoch {trainer.train_loader.epoch}; {remedy}")
         return
     if trainer.ended is not None:
         print(f"ended after epoch {row['epoch'] + 1}: {trainer.ended}")
@@ -486,4 +493,4 @@ def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, prof
         told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short
         print(told)
     predict = f"minidl predict {a.output} IMAGES applies the network"
-    print(f"next: the same with --epochs {2 * a.epochs} --resume trains on; {predict}")
+    print(f"next: the same with --epochs {2 * a.epochs}{kept} --resume trains on; {predict}")

@@ -64,6 +64,12 @@ def run_cli(capsys, *words):
     (["layers", "--json", f"{__file__}/rows.json"], f"{__file__} is a file"),
     (["layers", "--csv", "/"], "--csv must be a file, there already or to be made, got '/'; / is a folder"),
     (["model", "--model", "lenet", "mlp", "--trace", "t.json"], "--trace must be with one model"),
+    (["model", "--model", "lenet", "--batch", "2", "4", "2"], "--batch must be a list without repetitions"),
+    (["layers", "--model", "lenet", "--ways", "replayed"], "--ways must be cold or hot on this device"),
+    (["layers", "--layer", "ReLU()", "--input", "1x2x2x3", "--ways", "replayed"], "--ways must be cold or hot"),
+    (["layers", "--json", "r.out", "--csv", "./r.out"], "--csv must be another file than --json, got './r.out'"),
+    (["layers", "--model", "lenet", "--seconds", "0"], "minidl bench: --seconds must be a number above 0"),
+    (["layers", "--model", "lenet", "--group-mb", "-1"], "minidl bench: --group-mb must be a number of at least 0"),
     (["model", "--model", "lenet", "--precision", "tf32", "--device", "cpu"], "tf32"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_clear_line(words, message, capsys, known_ceilings):
@@ -155,6 +161,13 @@ def test_result_files_may_be_compressed(tmp_path):
         packed.write_bytes(broken)
         with pytest.raises(ValueError, match=r"a\.json\.gz: not a result file"):
             results.load(packed)
+
+
+def test_defaults_of_several_words_stand_as_they_are_typed(capsys):
+    for words in (["layers"], ["model"]):
+        status, out, _ = run_cli(capsys, *words, "--help")
+        assert status == 0 and "(default: [" not in out
+    assert "(default: 32)" in out
 
 
 @pytest.mark.parametrize("words", [["bench"], ["tune"]])

@@ -181,5 +181,10 @@ def test_doors(rng):
         wide(rng).forward(np.zeros((1, 2, 4, 5), f32))
     with pytest.raises(ValueError, match="stride"):
         conv(rng, 0)
+    with pytest.raises(ValueError, match=r"csblinear: dense must have shape \(3, 2\) like the weight, got \(2, 3\)"):
+        CSBLinear.from_dense(np.ones((3, 2), f32)).at_pattern(np.ones((2, 3), f32))
+    for shape in [(4, 3, 3, 1), (4, 2, 3, 3), (4, 18)]:
+        with pytest.raises(ValueError, match=r"csbconv2d: dense must have shape \(4, 3, 3, 2\) like the weight, got"):
+            CSBConv2d.from_dense(np.ones((4, 3, 3, 2), f32)).at_pattern(np.ones(shape, f32))
     with pytest.raises(ValueError, match=r"bias must have shape \(3,\), got \(4,\)"):
         CSBLinear.from_dense(np.ones((3, 2), f32), np.ones(4, f32))

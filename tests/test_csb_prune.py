@@ -277,6 +277,15 @@ def test_layers_that_are_not_sparse_enough_stay_dense(cpu_ops, rng):
         convert(network(), model.state_dict(), masks, threshold=2)
 
 
+def test_a_state_of_another_network_is_not_made_sparse(cpu_ops, rng):
+    state = m.Model(network()).state_dict()
+    masks = magnitude_mask({"head.weight": state["head.weight"]}, 0.9)
+    with pytest.raises(ValueError, match=r"to_sparse: state must be one that holds head\.weight, got 'one without it'"):
+        convert(network(), {}, masks)
+    with pytest.raises(ValueError, match=r"to_sparse: head\.weight must have shape \(5, 180\), got \(180, 5\)"):
+        convert(network(), state | {"head.weight": state["head.weight"].T}, masks)
+
+
 def test_a_graph_replaces_layers_before_it_has_a_model(rng):
     graph = network()
     old = graph["head"].layer

@@ -458,6 +458,10 @@ def test_fuse_tells_what_a_plan_saves_and_writes_it(tmp_path, capsys):
     with pytest.raises(SystemExit):
         cli.main(["fuse", "--model", "vgg16_bn", "--plan", str(path)])
     assert "another network: the plan has 'bn1'" in capsys.readouterr().err
+    for rate in ("0", "-3", "nan"):
+        with pytest.raises(SystemExit):
+            cli.main(["fuse", *options[:5], rate])
+        assert "--copy-gb-per-s must be a number above 0, finite, got" in capsys.readouterr().err
 
 
 def test_training_with_fusion_has_the_curve_of_training_without(tmp_path):

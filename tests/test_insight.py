@@ -277,6 +277,13 @@ def test_the_command_names_what_differs(capsys):
     assert "all within 0.02" in capsys.readouterr().out
     assert cli.main([*common, "--tolerance", "1e-7"]) == 1
     assert "first beyond 1e-07: output of conv1" in capsys.readouterr().out
+    assert cli.main([*common, "--tolerance", "0"]) == 1, "0 asks for the same bits"
+    assert cli.main([*common[:-1], "cpu:fp32", "--tolerance", "0"]) == 0
+    assert "all within 0\n" in capsys.readouterr().out
+    for value in ("-1", "nan"):
+        with pytest.raises(SystemExit):
+            cli.main([*common, "--tolerance", value])
+        assert "--tolerance must be a number of at least 0, got" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["compare-backends", "--right", "tpu:fp32"])
     assert "--right must be DEVICE:PRECISION" in capsys.readouterr().err

@@ -10,6 +10,8 @@ import minidl as m
 from minidl import checkpoint, models
 from minidl.interchange import ImportReport, export_weights, import_weights, torch_state
 from minidl.memory.record import blank
+from minidl.sparse import magnitude_mask, sparse_state, to_sparse
+from tests.tolerance import assert_same_arrays
 
 f32 = np.float32
 
@@ -146,6 +148,36 @@ def test_timms_names_of_inverted_residuals(name, depths):
     assert import_weights(again, other).complete
     for key, values in model.state_dict().items():
         np.testing.assert_array_equal(values, again.state_dict()[key])
+
+
+def test_sparse_layers_travel_dense(rng, tmp_path):
+    """The file is that of the masked network, zeros and all; back at the pattern nothing is lost, or it is refused."""
+
+    def build():
+        graph = m.Graph()
+        x = m.Conv2d(3, 6, 3, padding=1, name="conv")(graph.input((4, 5, 3)))
+        return graph.output(m.Linear(120, 7, name="head")(m.Flatten(name="flat")(m.ReLU(name="relu")(x))))
+
+    masked = m.Model(build(), seed=3)
+    weights = {name: value for name, value in masked.state_dict().items() if value.ndim > 1}
+    masks = magnitude_mask(weights, 0.9)
+    masked.load_state_dict(masked.state_dict() | {name: weights[name] * mask for name, mask in masks.items()})
+    graph = build()
+    assert sorted(to_sparse(graph, masked.state_dict(), masks)) == ["conv", "head"]
+    sparse = m.Model(graph)
+    sparse.load_state_dict(sparse_state(graph, masked.state_dict()))
+    assert_same_arrays(torch_state(sparse), torch_state(masked))
+    assert torch_state(sparse)["conv.weight"].shape == (6, 3, 3, 3)
+    before = {name: value.copy() for name, value in sparse.state_dict().items()}
+    for model in (masked, sparse):
+        path = export_weights(model, tmp_path / "weights.safetensors")
+        sparse.load_state_dict({name: np.zeros_like(value) for name, value in before.items()})
+        assert import_weights(sparse, path).complete
+        assert_same_arrays(sparse.state_dict(), before)
+        sparse.load_state_dict(before)
+    masked.load_state_dict(masked.state_dict() | weights)
+    with pytest.raises(ValueError, match=r"2 mismatched: (head|conv)\.weight \(expected"):
+        import_weights(sparse, torch_state(masked))
 
 
 def test_what_does_not_fit_is_told_and_left_alone(rng):

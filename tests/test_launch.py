@@ -149,6 +149,21 @@ def test_a_kernel_elsewhere_finds_its_own_headers_first_and_ours_behind(tmp_path
         assert cubin.name.startswith("own-sm_80-")
 
 
+def test_a_kernel_or_header_that_is_nowhere_is_named(tmp_path):
+    for own in ("own.cu", "join.cu"):  # minidl has a join.cu
+        with pytest.raises(FileNotFoundError, match=f"there is no kernel file {tmp_path / own}"):
+            nvrtc.source_of(str(tmp_path / own))
+    with pytest.raises(FileNotFoundError, match=r"minidl has no kernel file own\.cu; name one of your own by its path"):
+        nvrtc.source_of("own")
+    (tmp_path / "own.cu").write_text('#include "mine.cuh"  // helpers\n')
+    (tmp_path / "mine.cuh").write_text('#include "common.cuh" // T, load, store\n#include "lost.cuh"\n')
+    with pytest.raises(FileNotFoundError, match=r'mine\.cuh includes "lost\.cuh", which is neither beside it nor'):
+        nvrtc.source_of(str(tmp_path / "own.cu"))
+    (tmp_path / "lost.cuh").write_text("FOUND\n")
+    text = nvrtc.source_of(str(tmp_path / "own.cu"))
+    assert "FOUND" in text and "#define DEVICE" in text and "#include" not in text
+
+
 def test_cache_key_covers_header_defines_and_architecture(cache):
     def key(arch="sm_80", **defines):
         return nvrtc.cache_key(nvrtc.source_of("trivial"), arch, defines)

@@ -170,6 +170,7 @@ def test_options_that_cannot_be_are_refused(capsys):
     for options, told in (
         (["--device", "L40"], "one with known rates"),
         (["--batch", "0"], "--batch must be an integer of at least 1"),
+        (["--ranks", "0"], "--ranks must be an integer of at least 1, got 0"),
         (["--share", "2"], "share must be a number in"),
         (["--link", "0"], "out_gb_per_s must be a number above 0"),
         (["--model", "resnet51"], "unknown model 'resnet51'; did you mean"),

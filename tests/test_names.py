@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import re
 
 import numpy as np
@@ -20,10 +21,9 @@ def test_a_foreign_name_tells_one_that_exists(name):
     with pytest.raises(AttributeError, match=f"minidl has no {name}; here it is ") as caught:
         getattr(m, name)
     here = re.match(r"[\w.]+", _CALLED_HERE[name])[0]
-    if here.startswith("data."):
-        from minidl import data
-
-        assert hasattr(data, here.removeprefix("data."))
+    module, _, short = here.rpartition(".")
+    if module:
+        assert hasattr(importlib.import_module(f"minidl.{module}"), short)
     else:
         assert here in m.__all__
     assert caught.value.name == name
@@ -49,6 +49,14 @@ def test_other_names_tell_what_is_near(name, words):
 def test_an_argument_that_a_layer_lacks_is_named_with_it(make, words):
     with pytest.raises(TypeError, match=f"^{words}$"):
         make()
+
+
+def test_a_learning_rate_that_is_assigned_names_the_call():
+    optimizer = trained()["SGD"]
+    with pytest.raises(AttributeError, match=r"^AdamW: lr cannot be set so; call set_lr\(0\.05\)$"):
+        optimizer.lr = 0.05
+    optimizer.set_lr(0.05)
+    assert optimizer.lr == 0.05
 
 
 def trained() -> dict[str, object]:

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 
+from minidl import cli
 from minidl.profile import plots, result, write
 from minidl.profile.plots import style
 from minidl.profile.runs import COMPUTE
@@ -168,6 +169,15 @@ def test_files_of_one_name_in_two_folders(save_as, tmp_path):
     assert {"h200-r-bars.svg", "x2-r-bars.svg", "x2-r-communication.svg", "scaling.svg", "share.svg"} <= names
 
 
+def test_a_compressed_file_gives_its_pictures_the_same_names(save_as, tmp_path):
+    content = fake("lenet", 32, 8)
+    made = [
+        {path.name for path in plots.make([save_as(name, content)], output=tmp_path / "out", format="svg")[0]}
+        for name in ("r.json", "r.json.gz")
+    ]
+    assert made[0] == made[1] and "r-bars.svg" in made[0]
+
+
 def test_long_names_stay_on_the_page():
     content = fake("lenet", 32, 8)
     content["machine"]["gpu"] = "A processor whose makers wrote their whole catalogue into its name " * 2
@@ -221,6 +231,27 @@ def test_a_file_that_allows_no_picture_is_one_line_too(save_as, tmp_path):
         command(path, "--output", tmp_path / "out")
     with pytest.raises(ValueError, match=r"no bars: no row of a layer [^\n]* \(and 1 more like it\)$"):
         command(path, "--kind", "bars", "--output", tmp_path / "out")
+
+
+@pytest.mark.parametrize("words", [
+    ["fuse", "--device", "cpu", "--map"],
+    ["plan", "--model", "nowhere:network", "--plot"],
+    ["simulate", "nowhere.json", "--plot"],
+])  # fmt: skip
+def test_a_picture_that_cannot_be_is_refused_before_the_work(words, tmp_path, capsys, monkeypatch):
+    """What is asked for would fail, or take long: it is not begun."""
+
+    def refused(path):
+        with pytest.raises(SystemExit) as stop:
+            cli.main([*words, str(path)])
+        assert stop.value.code == 2
+        return capsys.readouterr().err
+
+    option = words[-1]
+    assert f"{option} must be a name that ends with .svg or .png, got" in refused(tmp_path / "picture.zzz")
+    assert f"{option} must be a file" in refused(tmp_path)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install 'minidl[plot]'" in refused(tmp_path / "picture.svg")
 
 
 def test_a_network_without_measured_bandwidth():

@@ -134,6 +134,18 @@ def test_probabilities_are_the_softmax_of_the_evaluated_network(pets, device):
     assert predictor.classes == list(COLOURS) and predictor.model.training is False
 
 
+def test_one_path_is_no_list_of_paths(pets):
+    """The letters of a name are paths, too, and "/" is a folder with everything in it."""
+    predictor, path = Predictor(pets / "run"), pets / "val" / "dog" / "1.png"
+    for one in (path, str(path)):
+        for call in (predictor.predict, predictor.files):
+            with pytest.raises(TypeError, match=r"paths must be a list of paths, got '/.*1\.png'; pass \[path\]"):
+                call(one)
+    with pytest.raises(TypeError, match="images must be a list of paths or a data set, got NoneType None"):
+        predictor.predict(None)
+    assert predictor.predict([path]).shape == (1, 3)
+
+
 def test_without_images_it_is_the_run_s_own_test_set(tmp_path, capsys):
     pytest.importorskip("sklearn", reason="needs scikit-learn")
     common = ("train", "--device", "cpu", "--model", "mlp", "--output", tmp_path, "--epochs", 1)
@@ -266,6 +278,15 @@ def test_a_network_that_answers_for_pixels_writes_masks(coins, tmp_path, capsys)
     for path, probabilities in zip(masks, found, strict=True):
         np.testing.assert_array_equal(np.asarray(Image.open(path)), probabilities.argmax(-1))
     assert Image.open(masks[0]).getpalette()[:9] == [0, 0, 0, 128, 0, 0, 0, 128, 0], "colours of Pascal VOC"
+
+
+def test_labels_of_pixels_are_no_test_set_of_whole_images(tmp_path, capsys):
+    pytest.importorskip("skimage", reason="needs scikit-image")
+    pytest.importorskip("sklearn", reason="needs scikit-learn")
+    common = ("train", "--device", "cpu", "--model", "mlp", "--output", tmp_path, "--epochs", 1)
+    assert run_cli(capsys, *common)[0] == 0
+    status, _, err = run_cli(capsys, "predict", tmp_path, "--data", "coins")
+    assert status == 2 and "labels of the data set must have shape (), a class for each image, got (8, 8)" in err
 
 
 def test_masks_are_of_files_that_can_be_told_apart(coins, tmp_path, capsys):

@@ -71,6 +71,16 @@ def test_it_goes_on_from_a_trained_network_and_writes_a_small_file(tmp_path, cap
     m.Model(models.resnet20(4, (8, 8, 3))).load_state_dict(state)
 
 
+def test_the_command_that_the_last_line_names_trains_on(tmp_path, capsys):
+    """More epochs alone would move the default end of pruning, and a resumed run keeps its schedule."""
+    prune(tmp_path, epochs=2)
+    options = re.search(r"next: the same with (.*) trains on;", capsys.readouterr().out)[1].split()
+    assert cli.main(["prune", *SMALL, "--prune-every", "2", "--output", str(tmp_path), *options]) == 0
+    assert "epoch 4/4" in capsys.readouterr().out
+    prune(tmp_path, "--prune-end", "1", "--resume", epochs=4)
+    assert capsys.readouterr().out.splitlines()[1].endswith("is at epoch 4; raise --epochs to go on")
+
+
 @pytest.mark.parametrize("granularity", ["weight", "filter"])
 def test_a_resumed_run_prunes_as_one_that_was_not_stopped(tmp_path, granularity):
     options = ["--granularity", granularity, "--sparsity", "0.5", "--prune-end", "3", "--schedule", "constant"]
@@ -128,6 +138,9 @@ def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
     (["--include", "fcc.*"], "unknown parameter pattern"),
     (["--shard-momentum"], "--shard-momentum is for minidl train"),
     (["--compress", "--clusters", "256"], "clusters must be at most 255"),
+    (["--clusters", "8"], "--clusters must be left out without --compress, got 8"),
+    (["--share-epochs", "0"], "--share-epochs must be left out without --compress, got 0"),
+    (["--scan", "--compress"], "--compress must be left out with --scan, which trains nothing"),
     (["--batch", "0"], "--batch must be an integer of at least 1, got 0"),
     (["--start", "nowhere"], "there is no file nowhere"),
 ])  # fmt: skip

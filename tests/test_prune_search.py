@@ -230,6 +230,18 @@ def test_the_search_keeps_the_least_harmful_candidate(ops, rng, granularity, net
             assert abs((~mask).mean() - 0.4) < 0.13, name
 
 
+def test_a_candidate_without_a_figure_is_never_the_least_harmful(cpu_ops, rng):
+    model, _ = taught(cpu_ops, rng)
+    pruning = Pruning(None, include=["a1.weight"], granularity="filter")
+
+    def chosen(*scores):
+        told = iter([0.0, *scores])
+        return random_mask_search(model, pruning, lambda: next(told), sparsity=0.5, candidates=3, seed=1).masks
+
+    for without, with_inf in [((np.nan, 0.3, 0.2), (np.inf, 0.3, 0.2)), ((0.3, np.nan, 0.4), (0.3, np.inf, 0.4))]:
+        assert_same_arrays(chosen(*without), chosen(*with_inf))
+
+
 def test_more_candidates_do_no_worse(cpu_ops, rng):
     model, evaluate = taught(cpu_ops, rng)
     pruning = Pruning(None, include=["a1.weight"], granularity="filter")

@@ -297,6 +297,7 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
     path = tmp_path / "out.json"
     assert cli.main(["simulate", str(RESNET50), *options, "--network", "20,0.3", "--json", str(path)]) == 0
     told = capsys.readouterr().out
+    assert f"wrote {path}" in told
     assert "simulated: resnet50/224x224/b64" in told and "below 90% from 16 ranks: the update waits" in told
     rows = load(path)["rows"]
     assert {row["nodes"] for row in rows} == {1, 2, 4} and len(rows) == 3 * len(scaling.GROUPS)
@@ -324,6 +325,8 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
         ),
         (["--case", "vgg16/224x224/b16", "--link", "7,300", "--interference", "1"], "products must be a number from 0"),
         (["--case", "vgg16/224x224/b16", "--fit"], "--fit must be left out without --check"),
+        (["--check", str(SCALING), "--json", "o.json"], "--json must be left out with --check, got 'o.json'"),
+        (["--check", str(SCALING), "--ranks-per-node", "4"], "--ranks-per-node must be left out with --check"),
     ],
 )
 def test_mistaken_options_are_one_line(words, message, capsys):
@@ -342,3 +345,24 @@ def test_the_picture_is_drawn(tmp_path, rng):
     save(simulated(step, outcomes), tmp_path / "simulated.svg")
     text = (tmp_path / "simulated.svg").read_text()
     assert "net/b7 on a cluster" in text and "a message per layer" in text
+
+
+def test_sizes_that_are_one_message_are_one_curve_and_what_is_not_drawn_is_counted(rng):
+    pytest.importorskip("matplotlib")
+    from matplotlib.text import Text
+
+    step, cluster = drawn(rng), line(0.1, 1e4)
+
+    def curves(sizes):
+        found = [sorted((simulate(step, cluster, n, size) for size in sizes), key=lambda o: o.ms) for n in (1, 2)]
+        figure = simulated(step, found)
+        words = [text.get_text() for text in figure.findobj(Text)]
+        (told,) = (text for text in words if text.startswith("One rank alone"))
+        marked = [curve for curve in figure.axes[0].lines if curve.get_marker() == "o"]
+        return [text for text in words if "message" in text and "beside" not in text], told, len(marked)
+
+    keys, told, marked = curves([0, 1 << 38, 1 << 39, scaling.ALL])
+    assert {key for key in keys if not key.startswith("waited")} - {told} == {"a message per layer", "one message"}
+    assert marked == 2 and "Not drawn" not in told
+    _, told, marked = curves(range(1, 10))
+    assert marked == 7 and told.endswith("Not drawn: 2 slower sizes.")

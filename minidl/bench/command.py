@@ -75,7 +75,7 @@ def _add_layers(p: argparse.ArgumentParser) -> None:
     p.add_argument(
         "--peer", action="append", default=[], choices=["torch"], help="also measure the same layers in PyTorch"
     )
-    p.add_argument("--torch", metavar="MODULE:NAME", help="measure a torch.nn.Module instead")
+    p.add_argument("--torch", metavar="MODULE:NAME", help="measure a torch.nn.Module instead; or what NAME() returns")
     p.add_argument("--view", nargs="+", default=["time"], choices=[*VIEWS, "all"], help="tables to print")
 
 
@@ -200,8 +200,8 @@ def _options(a: argparse.Namespace, device: str) -> layers.Options:
 
 
 def _network_options(a: argparse.Namespace) -> dict[str, Any]:
-    megabytes = a.group_mb and checks.number("bench", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
-    seconds = checks.number("bench", "--seconds", a.seconds, "above 0", lambda v: v > 0)
+    megabytes = a.group_mb and checks.number("", "--group-mb", a.group_mb, "of at least 0", lambda v: v >= 0)
+    seconds = checks.number("", "--seconds", a.seconds, "above 0", lambda v: v > 0)
     return {
         "seconds": seconds, "capture": not a.no_capture, "energy": _energy(a),
         "group_bytes": None if megabytes is None else int(megabytes * (1 << 20)),
@@ -220,6 +220,10 @@ def _torch_module(a: argparse.Namespace) -> int:
 def _model(a: argparse.Namespace) -> int:
     if a.trace and len(a.model) * len(a.batch) * len(a.precision) > 1:
         raise checks.bad_value("", "--trace", "with one model, batch and precision", a.trace)
+    for name in ("model", "batch", "precision"):
+        values = getattr(a, name)
+        if len(set(values)) < len(values):
+            raise checks.bad_value("", f"--{name}", "a list without repetitions", " ".join(map(str, values)))
     comm, device, progress = _start(a)
     known = ceilings.find(backend.get_ops(device), comm, remeasure=a.remeasure, progress=progress)
     contents, options = [], _network_options(a)

@@ -47,7 +47,9 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--left", default="cpu:fp32", metavar="DEVICE:PRECISION", help="what is right by definition")
     p.add_argument("--right", default="cuda:fp32", metavar="DEVICE:PRECISION", help="what is held against it")
-    p.add_argument("--tolerance", type=float, help="largest relative difference; default: by the precisions")
+    p.add_argument(
+        "--tolerance", type=float, help="largest relative difference; 0: the same bits; default: by the precisions"
+    )
 
 
 def run(a: argparse.Namespace) -> int:
@@ -56,11 +58,13 @@ def run(a: argparse.Namespace) -> int:
     Raises:
         ValueError: unknown names or sizes, a device that is not there.
     """
+    if a.tolerance is not None:
+        checks.number("", "--tolerance", a.tolerance, "of at least 0", lambda value: value >= 0)
     sides = [_side(option, text) for option, text in (("--left", a.left), ("--right", a.right))]
     setup = Setup(a.model, a.batch, "fp32", "cpu", image_size=a.image_size, classes=a.classes)
     both = [Model(setup.graph(), device=device, precision=mode, seed=a.seed) for device, mode in sides]
     found = compare(*both, a.batch, seed=a.seed)
-    tolerance = a.tolerance or max(TOLERANCES[model.precision.name] for model in both)
+    tolerance = max(TOLERANCES[model.precision.name] for model in both) if a.tolerance is None else a.tolerance
     worst = sorted(found, key=lambda d: -d.relative)[:_SHOWN]
     title = f"{a.model}, batch {a.batch}: {a.right} against {a.left}, largest differences of {len(found)} tensors"
     show(title, ["layer", "tensor", "difference / largest"], [[d.layer, d.what, f"{d.relative:.2e}"] for d in worst])

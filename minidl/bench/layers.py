@@ -10,6 +10,7 @@ from statistics import median
 from types import ModuleType
 from typing import Any
 
+from minidl import checks
 from minidl.bench.isolated import Case, Passes
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.precision import Precision
@@ -53,6 +54,12 @@ class Options:
     peers: dict[str, Baseline] = field(default_factory=dict)
 
 
+def require_ways(ways: Sequence[str], known: Sequence[str]) -> None:
+    """Refuse ways of timing of which none is ``known``: there would be no time at all."""
+    if not set(ways) & set(known):
+        raise checks.bad_value("", "--ways", f"{' or '.join(known)} on this device", " ".join(ways))
+
+
 def empty_row(case: str, layer: str, pass_name: str, precision: Precision, device: str, ranks: int) -> Row:
     """A row in which nothing is known yet."""
     unknown = (
@@ -86,8 +93,12 @@ def measure(
         title: the rows' case.
         comm: ranks that measure at the same time. The row's times are the slowest rank's.
         progress: told the name of each layer before it is measured.
+
+    Raises:
+        ValueError: for ways of which the device knows none.
     """
     options = options or Options()
+    require_ways(options.ways, ISOLATED if ops.name == "cuda" else ("cold", "hot"))
     clock = timer(ops)
     known: dict[tuple, dict[str, Row]] = {}
     rows = []

@@ -93,6 +93,7 @@ def run(a: argparse.Namespace) -> int:
         ValueError: for options that cannot be, and a limit that one step alone exceeds: with the step, its tensors and
             the smallest feasible limit.
     """
+    checks.at_least("", "--ranks", a.ranks, 1)
     if a.fusion is None and not a.times:
         limit, case, plan, run_ = _fastest(a)
     else:

@@ -23,6 +23,11 @@ _SHOWN_MESSAGES = 8
 _MIB = 1 << 20
 
 
+_IMAGINED = (
+    "case", "nodes", "ranks_per_node", "engine", "link", "network", "group_mib", "message_dtype", "json", "plot",
+)  # fmt: skip
+
+
 def add_arguments(p: argparse.ArgumentParser) -> None:
     """The options of ``minidl simulate``."""
     p.add_argument("file", help="result of minidl bench model on one rank")
@@ -58,6 +63,7 @@ def run(a: argparse.Namespace) -> int:
     """Simulate and show, or compare with what was measured."""
     known = {one.case: one for one in runs(load(a.file), a.file) if one.case}
     if a.check:
+        _refuse(a)
         _check(known, a)
         return 0
     if a.fit:
@@ -67,10 +73,20 @@ def run(a: argparse.Namespace) -> int:
     _show(step, outcomes, a)
     if a.json:
         write(a.json, result("simulate", [_row(step, o, a) for found in outcomes for o in found], simulated=True))
+        print(f"wrote {a.json}")
     if a.plot:
         save(simulated(step, outcomes), a.plot)
         print(f"wrote {a.plot}")
     return 0
+
+
+def _refuse(a: argparse.Namespace) -> None:
+    """Options of a cluster that is not there are errors where steps of one that is are checked."""
+    usual = argparse.ArgumentParser()
+    add_arguments(usual)
+    for name in _IMAGINED:
+        if getattr(a, name) != usual.get_default(name):
+            raise checks.bad_value("", f"--{name.replace('_', '-')}", "left out with --check", getattr(a, name))
 
 
 def sweep(step: StepTimes, cluster: Cluster, hosts: Sequence[int], a: argparse.Namespace) -> list[list[Outcome]]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from minidl import backend, checks
-from minidl.bench.layers import ISOLATED, budget_on, empty_row
+from minidl.bench.layers import ISOLATED, budget_on, empty_row, require_ways
 from minidl.bench.setup import device_of
 from minidl.bench.torch_calls import Operands, arithmetic, mapped, separate, tensors, time_calls
 from minidl.bench.torch_twin import cast, from_nhwc, layer_of, nn, storage, torch
@@ -85,9 +85,10 @@ def bench_module(
         ceilings: of this machine, for floors and shares of the roof.
 
     Raises:
-        ValueError: for TF32 on the CPU.
+        ValueError: for TF32 on the CPU; for ways of which torch can do none on the device.
     """
     precision = parse_precision(precision)
+    require_ways(ways, ("cold" if device == "cpu" else "replayed", "hot"))
     if precision.tf32 and device == "cpu":
         raise checks.bad_value("bench", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
     network = cast(copy.deepcopy(module), precision, device)
@@ -345,7 +346,7 @@ def bench_command(a: argparse.Namespace) -> dict[str, Any]:
     Raises:
         ValueError, TypeError: as `load`; for a size, batch or number of samples that cannot be.
     """
-    size = checks.at_least("", "--image-size", a.image_size or _IMAGE_SIZE, 1)
+    size = checks.at_least("", "--image-size", _IMAGE_SIZE if a.image_size is None else a.image_size, 1)
     batch = checks.at_least("", "--batch", a.batch, 1)
     samples = checks.at_least("", "--samples", a.samples, 2)
     module, device = load(a.torch), device_of(a.device, SOLO)

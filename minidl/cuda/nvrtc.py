@@ -76,7 +76,7 @@ def target(arch: tuple[int, int]) -> str:
 
 # ---------------------------------------------------------------------------------------------------- source text
 
-_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*$', re.MULTILINE)
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]+"([^"]+)"[ \t]*(?://.*)?$', re.MULTILINE)
 
 
 @functools.cache
@@ -89,15 +89,24 @@ def source_of(stem: str) -> str:
     """The text of ``<stem>.cu`` with each header in place of its first ``#include "..."``.
 
     ``stem`` may be the path of a file elsewhere, with its suffix; headers are then looked for beside it first.
+
+    Raises:
+        FileNotFoundError: there is no such file, or a header that it includes is nowhere.
     """
     if stem.endswith(".cu"):
+        if not Path(stem).is_file():
+            raise FileNotFoundError(f"there is no kernel file {stem}")
         return _expand(Path(stem).name, Path(stem).parent, set())
+    if f"{stem}.cu" not in sources():
+        raise FileNotFoundError(f"minidl has no kernel file {stem}.cu; name one of your own by its path, ending in .cu")
     return _expand(f"{stem}.cu", None, set())
 
 
-def _expand(filename: str, folder: Path | None, seen: set[str]) -> str:
+def _expand(filename: str, folder: Path | None, seen: set[str], by: str = "") -> str:
     seen.add(filename)
-    path = folder / filename if folder and (folder / filename).exists() else sources()[filename]
+    path = folder / filename if folder and (folder / filename).exists() else sources().get(filename)
+    if path is None:
+        raise FileNotFoundError(f'{by} includes "{filename}", which is neither beside it nor a header of minidl')
     parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text()
     for match in _INCLUDE.finditer(text):
         parts.append(text[start : match.start()])
@@ -105,7 +114,7 @@ def _expand(filename: str, folder: Path | None, seen: set[str]) -> str:
         if match[1] not in seen:
             # The line numbers of compile errors and profilers stay those of the files as written.
             line = text.count("\n", 0, match.end()) + 2
-            parts.append(_expand(match[1], folder, seen) + f'\n#line {line} "{filename}"')
+            parts.append(_expand(match[1], folder, seen, filename) + f'\n#line {line} "{filename}"')
     return "".join([*parts, text[start:]])
 
 

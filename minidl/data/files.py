@@ -35,6 +35,7 @@ class ImageFiles:
 
     Raises:
         FileNotFoundError: no such file or folder.
+        TypeError: one path in the place of a list.
         ValueError: no paths, a folder without images, a file of a suffix that is no image's, a shape of other channels.
         ImportError: Pillow is not installed.
     """
@@ -47,6 +48,8 @@ class ImageFiles:
         margin: float = 1.0,
         classes: Sequence[str] = (),
     ):
+        if isinstance(paths, str | os.PathLike):  # whose letters would be paths, "/" among them
+            raise checks.bad_dtype("ImageFiles", "paths", "a list of paths", repr(str(paths)), "pass [path]")
         self._pillow = pillow()
         *size, channels = shape
         if channels not in _MODES:

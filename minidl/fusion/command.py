@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from types import ModuleType
@@ -52,6 +53,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
 def run(a: argparse.Namespace) -> int:
     """Find the plan, print a row for each batch norm, or one for each of its ways; the exit status."""
     batch = checks.at_least("", "--batch", a.batch, 1)
+    if a.copy_gb_per_s is not None:
+        checks.number("", "--copy-gb-per-s", a.copy_gb_per_s, "above 0, finite", lambda v: 0 < v < math.inf)
     side, classes = models.usual_task(a.model, a.image_size, a.classes)
     graph = models.build(a.model, (side, side, 3), classes)
     ops, there = _table(a.device)

@@ -87,9 +87,40 @@ class _CSBLayer(Layer):
         )
 
     def at_pattern(self, dense: Any) -> np.ndarray:
-        """The elements of a dense array in the weight's shape that are parameters of this layer, (nnz,) on the host."""
+        """The elements of a dense array in the weight's shape that are parameters of this layer, (nnz,) on the host.
+
+        Raises:
+            ValueError: for another shape.
+        """
+        dense = np.asarray(dense)
+        if dense.shape != self._dense_shape:
+            raise checks.bad_shape(self.name, "dense", f"{self._dense_shape} like the weight", dense.shape)
         row, column = self.pattern.coordinates()
-        return np.ascontiguousarray(np.reshape(dense, self.pattern.shape)[row, column])
+        return np.ascontiguousarray(self._matrix_of(dense)[row, column])
+
+    def dense(self, values: np.ndarray) -> np.ndarray:
+        """The dense array in the weight's shape whose elements at the pattern are ``values`` (nnz,), on the host; the
+        others are zero: what `at_pattern` takes back.
+        """
+        matrix = np.zeros(self.pattern.shape, values.dtype)
+        matrix[self.pattern.coordinates()] = values
+        return self._weight_of(matrix)
+
+    @property
+    def dense_axes(self) -> int:
+        """Of the dense weight."""
+        return len(self._dense_shape)
+
+    @property
+    def _dense_shape(self) -> tuple[int, ...]:
+        return self.pattern.shape
+
+    def _weight_of(self, matrix: np.ndarray) -> np.ndarray:
+        return matrix
+
+    def _matrix_of(self, dense: np.ndarray) -> np.ndarray:
+        """A dense weight as the matrix that the pattern is of."""
+        return dense
 
     def _forward(self, x: Any) -> Any:
         """(rows, in) -> (rows, out)."""
@@ -254,8 +285,15 @@ class CSBConv2d(_CSBLayer):
         wide = self.matrix.toarray().reshape(self.out_channels, *self.kernel_size, -1)
         return wide[..., : self.in_channels]
 
-    def at_pattern(self, dense: Any) -> np.ndarray:
-        return super().at_pattern(_flat(np.asarray(dense), self.pattern.shape[1] // prod(self.kernel_size)))
+    @property
+    def _dense_shape(self) -> tuple[int, ...]:
+        return self.out_channels, *self.kernel_size, self.in_channels
+
+    def _weight_of(self, matrix: np.ndarray) -> np.ndarray:
+        return np.ascontiguousarray(matrix.reshape(*self._dense_shape[:3], -1)[..., : self.in_channels])
+
+    def _matrix_of(self, dense: np.ndarray) -> np.ndarray:
+        return _flat(dense, self.pattern.shape[1] // prod(self.kernel_size))
 
     output_shape = Conv2d.output_shape
 

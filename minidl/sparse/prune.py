@@ -362,6 +362,9 @@ def to_sparse(
 
     Returns:
         The names of the layers replaced: linear ones and convolutions without groups; the others stay dense with zeros.
+
+    Raises:
+        ValueError: masks of layers that the graph lacks; a state without their weights, or with others.
     """
     threshold = checks.number("to_sparse", "threshold", threshold, "in [0, 1]", lambda v: 0 <= v <= 1)
     replaced = []
@@ -370,6 +373,11 @@ def to_sparse(
         layer = graph[layer_name].layer
         if 1 - mask.mean() < threshold or not _convertible(layer):
             continue
+        if name not in state:
+            raise checks.bad_value("to_sparse", "state", f"one that holds {name}", "one without it")
+        shape = next(spec.shape for spec in layer.specs if spec.name == "weight")
+        if np.shape(state[name]) != shape:
+            raise checks.bad_shape("to_sparse", name, str(shape), np.shape(state[name]))
         where = {"mask": mask, "blocksize": blocksize}
         weight, bias = state[name], state.get(f"{layer_name}.bias")
         if isinstance(layer, Linear):

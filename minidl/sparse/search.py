@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -109,7 +110,7 @@ def random_mask_search(
 
     S. Anwar, W. Sung, "Coarse pruning of convolutional neural networks with random masks", 2016: of N candidates the
     one with the lowest misclassification rate is kept, then the network is trained on with fixed masks. They prune
-    feature maps (``"filter"``), then kernels.
+    feature maps (``"filter"``), then kernels. A candidate whose error is NaN is kept only where all are.
 
     Args:
         pruning: which parts, at which granularity (not ``"layer"``); its schedule is not used.
@@ -138,7 +139,7 @@ def random_mask_search(
             with masked(model, masks):
                 drawn.append((_error(model, evaluate), masks))
         scores[part] = tuple(score for score, _ in drawn)
-        chosen = min(drawn, key=lambda one: one[0])[1]  # of equal ones the first
+        chosen = min(drawn, key=lambda one: (math.isnan(one[0]), one[0]))[1]  # of equal ones the first; NaN last
     return Found(chosen, before, scores)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -130,12 +131,12 @@ def _nothing(files: Sequence[str], kind: str, reasons: Sequence[str]) -> str:
 
 
 def _names(files: Sequence[Path]) -> dict[Path, str]:
-    """What to call the pictures of each file: its stem, after its folder where stems are equal."""
-    files = list(dict.fromkeys(files))
-    stems = [file.stem for file in files]
-    names = {file: file.stem if stems.count(file.stem) == 1 else f"{file.parent.name}-{file.stem}" for file in files}
-    if len(set(names.values())) < len(files):
-        raise ValueError(f"{', '.join(map(str, files))}: pictures would have the same names; plot them one by one")
+    """What to call the pictures of each file: its name without .json or .json.gz, after its folder where equal."""
+    stems = {file: file.name.removesuffix(".gz").removesuffix(".json") for file in files}
+    alike = Counter(stems.values())
+    names = {file: stem if alike[stem] == 1 else f"{file.parent.name}-{stem}" for file, stem in stems.items()}
+    if len(set(names.values())) < len(names):
+        raise ValueError(f"{', '.join(map(str, names))}: pictures would have the same names; plot them one by one")
     return names
 
 

@@ -25,16 +25,17 @@ def simulated(step: StepTimes, outcomes: Sequence[Sequence[Outcome]]) -> Figure:
     """
     from matplotlib.lines import Line2D
 
-    sizes = sorted({o.group_bytes for found in outcomes for o in found})
+    lines = {_words(o): o.group_bytes for o in sorted(outcomes[-1], key=lambda o: o.group_bytes)}  # equal ones once
+    drawn = {_words(o) for o in outcomes[-1][: len(_COLORS)]} if len(lines) > len(_COLORS) else set(lines)
     figure, (efficiency, lost) = style.page(
         5.4, f"{step.case} on a cluster", "simulated from the layers of one rank", panels=(2.0, 1),
         left=0.95, top=1.25, bottom=0.8, gap=0.3,
     )  # fmt: skip
     keys = []
-    for size, color in zip(sizes, _COLORS, strict=False):
-        line = [o for found in outcomes for o in found if o.group_bytes == size]
+    for words, color in zip((words for words in lines if words in drawn), _COLORS, strict=False):
+        line = [o for found in outcomes for o in found if o.group_bytes == lines[words]]
         efficiency.plot([o.ranks for o in line], [100 * o.efficiency for o in line], color=color, marker="o", zorder=3)
-        keys.append(Line2D([], [], color=color, marker="o", label=_words(line[-1])))
+        keys.append(Line2D([], [], color=color, marker="o", label=words))
     style.key(figure, keys, 0.70, ncols=len(keys), handlelength=1.6)
     fastest = [found[0] for found in outcomes]
     ranks, parts = [o.ranks for o in fastest], [[o.waited_ms for o in fastest], [o.slowed_ms for o in fastest]]
@@ -49,9 +50,9 @@ def simulated(step: StepTimes, outcomes: Sequence[Sequence[Outcome]]) -> Figure:
     efficiency.set(ylabel="efficiency, %")
     lost.set(xlabel="ranks", ylabel="ms added")
     lost.set_ylim(bottom=0)
-    style.note(
-        figure, f"One rank alone: {style.milliseconds(step.ms)}. Below, with the size of messages that is fastest."
-    )
+    told = f"One rank alone: {style.milliseconds(step.ms)}. Below, with the size of messages that is fastest."
+    slower = len(lines) - len(drawn)
+    style.note(figure, told + (f" Not drawn: {slower} slower sizes." if slower else ""))
     return figure
 
 

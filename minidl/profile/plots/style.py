@@ -64,6 +64,7 @@ SHAPES = {
     "optimizer": "*",
 }
 
+FORMATS = ("svg", "png")
 WIDTH = 9.0  # inches; with DPI the 900 pixels that pages of documentation show
 DPI = 100
 _MARGIN = 0.15  # inches
@@ -245,7 +246,7 @@ def render(figure: Figure, format: str) -> bytes:
     Raises:
         ValueError: another format.
     """
-    if format not in ("svg", "png"):
+    if format not in FORMATS:
         raise checks.bad_value("plot", "format", "svg or png", format)
     content = io.BytesIO()
     with _settings():
@@ -265,6 +266,19 @@ def _with_palette(png: io.BytesIO) -> bytes:
     flat = picture.quantize(256, method=Image.Quantize.MAXCOVERAGE, kmeans=1, dither=Image.Dither.NONE)
     flat.save(small, "png", optimize=True)
     return small.getvalue()
+
+
+def require_picture(argument: str, path: str | Path) -> None:
+    """Refuse what no picture can be, before the work that it is to show.
+
+    Raises:
+        ValueError: naming ``argument``, for a name that ends with no format.
+        ImportError: without matplotlib.
+    """
+    if Path(path).suffix[1:] not in FORMATS:
+        raise checks.bad_value("", argument, "a name that ends with .svg or .png", str(path))
+    with checks.needs("plots", "plot"):
+        import matplotlib  # noqa: F401
 
 
 def save(figure: Figure, path: str | Path) -> None:
