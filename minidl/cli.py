@@ -89,11 +89,21 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    _open_streams()
     try:
         return _run(argv)
     except KeyboardInterrupt:  # while modules are imported: of one rank of several, too, as none knows the others yet
         print(f"minidl {' '.join(argv[:1])}".rstrip() + ": interrupted", file=sys.stderr, flush=True)
         sys.exit(_INTERRUPTED)
+
+
+def _open_streams() -> None:
+    """Let streams that were closed by whoever started this lead nowhere: the next file opened would take the number of
+    one, and hold what libraries print.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode))
 
 
 def _run(argv: list[str]) -> int:

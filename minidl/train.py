@@ -210,6 +210,7 @@ class Trainer:
             f"loss {self.loss.plan()}",
             f"metrics {list(self.metrics)}, callbacks {[callback.key for callback in self.callbacks]}",
             f"random seed {self.model.random.seed}",
+            f"parts {self.parts}, profile {type(self.profile).__name__}",
         ]
 
     def _sampled_steps(self) -> list[int]:
@@ -241,6 +242,7 @@ class Trainer:
         has come, move into ``previous/`` with its metrics.
         """
         row: dict[str, float] = {}
+        resuming.agree(self)
         for callback in self.callbacks:
             callback.begin(self)
         on_rank_0(self.comm, self._open_output)  # not before a callback could refuse: it moves what lies there
@@ -264,7 +266,8 @@ class Trainer:
     def _heed(self) -> None:
         """Let the ranks agree whether one of them wants to end."""
         if self.callbacks:
-            self.ended = next((reason for reason in self.comm.share(self._wish) if reason is not None), None)
+            wishes = self.comm.share(self._wish, "wish to end")
+            self.ended = next((reason for reason in wishes if reason is not None), None)
 
     def _open_output(self) -> None:
         if self.output is None:

@@ -78,7 +78,7 @@ class FakeCommunicator:
     def __init__(self, *rounds):
         self.rounds, self.rank = list(rounds), 0
 
-    def share(self, value):
+    def share(self, value, name=""):
         answer = [value, *self.rounds.pop(0)]
         return answer
 
@@ -87,7 +87,7 @@ def digest_of(entries):
     seen = []
 
     class Ear:
-        def share(self, value):
+        def share(self, value, name=""):
             seen.append(value)
             return [value]
 
@@ -142,7 +142,7 @@ def test_arrays_are_compared_by_dtype_shape_and_bits(other, cpu_ops):
         heard = []
 
         class Ear(FakeCommunicator):
-            def share(self, value):
+            def share(self, value, name=""):
                 heard.append(value)
                 return [value, b""] if isinstance(value, bytes) else [value, []]
 
@@ -171,7 +171,7 @@ def test_a_failure_elsewhere_is_raised_here_and_results_come_in_rank_order():
 def test_what_rank_0_finds_or_raises_is_everybodys():
     first, second = (FakeCommunicator(*[[(None, None)]] * 2) for _ in range(2))
     first.size = second.size = 2
-    second.rank, second.share = 1, lambda own: [told, own]
+    second.rank, second.share = 1, lambda own, name="": [told, own]
     assert on_rank_0(SOLO, lambda: 3) == on_rank_0(first, lambda: 3) == 3
     told = 3, None
     assert on_rank_0(second, lambda: 1 // 0) == 3, "the others do not ask"
@@ -225,6 +225,8 @@ def test_threads_are_capped_and_a_users_number_wins(monkeypatch):
     with threadpool_limits(None):  # puts back what was there
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         assert cap_threads(1000) == 5
+        monkeypatch.setenv("OMP_NUM_THREADS", " 4,2")  # of nested loops, too
+        assert cap_threads(1000) == 4
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             monkeypatch.setenv(variable, "")  # so that it is put back, too
             monkeypatch.delenv(variable)

@@ -50,6 +50,7 @@ def test_a_signal_stops_after_a_step_and_resuming_gives_the_same_bits(tmp_path, 
 
 
 def test_a_second_signal_does_what_it_always_did(monkeypatch):
+    monkeypatch.setattr(stopping, "REPEATED_SECONDS", 0.0)
     caught = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: caught.append(number))
     try:
@@ -60,6 +61,28 @@ def test_a_second_signal_does_what_it_always_did(monkeypatch):
             assert caught == [signal.SIGUSR1] and request.agreed() == signal.SIGUSR1
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_that_both_the_launcher_and_the_batch_system_send_stops_as_one_does(tmp_path, monkeypatch):
+    """They come some tens of milliseconds apart: the second would otherwise end the process before its checkpoint."""
+    killed = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: killed.append(number))
+    try:
+        run = trainer(tmp_path, profile=Signalling(signal.SIGTERM, 3))
+        plain = run._train
+
+        def again(batch):
+            totals = plain(batch)
+            if run.step == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return totals
+
+        monkeypatch.setattr(run, "_train", again)
+        monkeypatch.setattr(stopping, "SECONDS", 0.0)
+        assert run.fit() == {} and run.stopped == signal.SIGTERM and not killed
+        assert (tmp_path / "checkpoint-00000003.safetensors").exists()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_the_command_reports_a_stop_as_shells_do(tmp_path, monkeypatch, capsys):

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import csv
+import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 
 from minidl import checkpoint, cli, data
 from minidl.bench.setup import device_of
 from minidl.train import Trainer
+from tests.commands import ROOT
 from tests.test_train import table, trainer
 
 
@@ -31,6 +36,26 @@ def test_the_command_trains_and_resumes(tmp_path, capsys):
     assert status == 0 and "epoch 3/3" in out and "epoch 2/3" not in out
     status, out, _ = run_cli(capsys, *common, "--epochs", "1", "--resume")
     assert status == 0 and "nothing left to do" in out and "at epoch 3;" in out
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_keep_nobody_from_training(closed, tmp_path):
+    """As daemons and some batch systems start their jobs."""
+    options = "train --device cpu --model mlp --data synthetic --samples 64 --epochs 1 --output out"
+    command = f"{shlex.quote(sys.executable)} -m minidl {options} {closed}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    checkpoint.load(checkpoint.latest(tmp_path / "out"))
+
+
+def test_a_recipe_may_have_any_letters_wherever_it_is_read(tmp_path):
+    """TOML is UTF-8 whatever the language of the machine."""
+    (tmp_path / "recipe.toml").write_text('# für Münzen\nmodel = "mlp"\noutput = "läuft"\n', encoding="utf-8")
+    command = [sys.executable, "-X", "utf8=0", "-m", "minidl", "train", "--config", "recipe.toml", "--epochs", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--epochs must be" in done.stderr, done.stderr
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])

@@ -161,7 +161,7 @@ class Uncounted:
     def __init__(self, ranks: Any) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, name: str = "") -> list[Any]:
         return self._ranks.allgather(value)
 
     def barrier(self) -> None:
@@ -199,8 +199,8 @@ class MPICommunicator(HostCommunicator):
         for lane in self._lanes.values():
             lane.on_device = ops
 
-    def share(self, value: Any) -> list[Any]:
-        call = self.enter("share")
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        call = self.enter("share", name=name)
         return self._run("inline", call, lambda lane: self._control.share(value, call))
 
     @contextmanager

@@ -303,8 +303,8 @@ class NCCLCommunicator:
     def barrier(self) -> None:
         self._control.barrier()
 
-    def share(self, value: Any) -> list[Any]:
-        return self._control.share(value)
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        return self._control.share(value, name)
 
     def close(self) -> None:
         if self.closed:

@@ -47,6 +47,12 @@ def count_sharing(places: Sequence[tuple[str, frozenset[int]]], rank: int) -> in
     return sum(other == host and bool(cores & theirs) for other, theirs in places)
 
 
+def told_threads() -> int | None:
+    """What OMP_NUM_THREADS asks for, of a list for nested loops the first; None where it does not say."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) or None if first.isdigit() else None
+
+
 def cap_threads(ranks_sharing: int) -> int:
     """Limit OpenMP and BLAS to this rank's part of its cores, at least one, and return that number of threads.
 
@@ -56,8 +62,8 @@ def cap_threads(ranks_sharing: int) -> int:
     Raises:
         ImportError: when threadpoolctl is missing.
     """
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return int(os.environ["OMP_NUM_THREADS"])
+    if told := told_threads():
+        return told
     with checks.needs("sharing cores between ranks", "mpi"):
         from threadpoolctl import threadpool_limits
     threads = max(1, len(available_cores()) // ranks_sharing)
