@@ -99,11 +99,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _open_streams() -> None:
     """Let streams that were closed by whoever started this lead nowhere: the next file opened would take the number of
-    one, and hold what libraries print.
+    one, and hold what libraries print. Names of files that are no text come out as the bytes that they are.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))
+    if getattr(sys.stdout, "errors", None) == "strict":
+        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 def _run(argv: list[str]) -> int:
@@ -135,7 +137,7 @@ def _run(argv: list[str]) -> int:
         words = f"there is no file {error.filename}" if missing else error
         words = "; ".join([str(words), *getattr(error, "__notes__", [])]) + where(error)
         abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
-        sys.exit(2)
+        abort.leave(2)
     except KeyboardInterrupt:
         _interrupted(arguments)
 

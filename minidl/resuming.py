@@ -10,6 +10,7 @@ import numpy as np
 
 from minidl import checkpoint
 from minidl.dist.agree import require_same, require_same_arrays
+from minidl.loss import Sums
 from minidl.segments import by_name
 
 
@@ -21,6 +22,7 @@ def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         tensors |= {f"average.{k}": v for k, v in trainer.average.state_dict().items()}
     state = _places(trainer) | {
         "settings": trainer.settings,
+        "sums": list(trainer.sums),
         "task": _task(trainer),
         "callbacks": {callback.key: callback.state() for callback in trainer.callbacks},
     }
@@ -58,6 +60,7 @@ def restore(trainer: Any, path: Path) -> None:
         trainer.average.load_state_dict(_part(tensors, "average."))
     trainer.train_loader.restore(state["loader"])
     trainer.step, random = state["step"], trainer.model.random
+    trainer.sums = Sums(*state.get("sums", ()))
     random.seed, random.step = state["random"]["seed"], state["random"]["step"]
     kept = state.get("callbacks", {})
     for callback in trainer.callbacks:

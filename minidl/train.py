@@ -74,6 +74,7 @@ class Trainer:
         display: shows how far an epoch is; None: a bar on a terminal with rich, else a line now and then, on rank 0.
 
     Attributes:
+        sums: what the loss counted in the part of an epoch before `fit` was stopped, or went on.
         stopped: the signal that ended `fit` before its time.
         ended: why a callback ended it (`stop`).
         parts: what of the table of `minidl.legality` takes part, in words.
@@ -120,6 +121,7 @@ class Trainer:
         checkpoint.require_json(self.settings, "settings")
         self.profile = profile or StepWatch()
         self.step = 0
+        self.sums = Sums()
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
         self._wish: str | None = None
@@ -282,7 +284,7 @@ class Trainer:
         epoch = self.train_loader.epoch
         done = self.train_loader.state()["next_batch"]
         self.display.start(f"epoch {epoch + 1}/{self.epochs}", len(self.train_loader), done)
-        running, images, started = _Running(), 0, time.perf_counter()
+        running, images, started = _Running(sums=self.sums), 0, time.perf_counter()
         for batch in self.train_loader:
             running.pending.append(self._train(batch))
             images += batch.global_size
@@ -293,7 +295,7 @@ class Trainer:
                 return self._stop_here(running)
         if running.pending:
             self._read(running)
-        seconds = time.perf_counter() - started
+        seconds, self.sums = time.perf_counter() - started, Sums()
         loss, accuracy = running.sums.mean_loss, running.sums.accuracy
         row = {
             "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
@@ -326,6 +328,7 @@ class Trainer:
         """In the middle of an epoch, for somebody who resumes."""
         if running.pending:
             self._read(running)
+        self.sums = running.sums
         path = self.save()
         self.display.finish(f"stopped by {self.stopped.name} after step {self.step}; {path}")
         return {}

@@ -11,7 +11,7 @@ import pytest
 from minidl import cli, stopping
 from minidl.dist.communicator import SOLO
 from minidl.train import Trainer
-from tests.test_train import final, trainer
+from tests.test_train import final, table, trainer
 from tests.tolerance import assert_same_arrays
 
 
@@ -33,7 +33,7 @@ class Signalling:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-@pytest.mark.parametrize("step", [3, 6])
+@pytest.mark.parametrize("step", [3, 5, 6])  # 5: the last of an epoch
 def test_a_signal_stops_after_a_step_and_resuming_gives_the_same_bits(tmp_path, number, step, monkeypatch):
     monkeypatch.setattr(stopping, "SECONDS", 0.0)  # agree after every step
     before = signal.getsignal(number)
@@ -47,6 +47,10 @@ def test_a_signal_stops_after_a_step_and_resuming_gives_the_same_bits(tmp_path, 
     second.fit()
     assert second.stopped is None
     assert_same_arrays(final(whole), final(second))
+    rows = [table(tmp_path / name / "metrics.csv") for name in ("whole", "parts")]
+    for column in ("train_loss", "train_accuracy", "test_loss", "test_accuracy"):
+        expected, found = ([float(row[column]) for row in told] for told in rows)
+        assert found == pytest.approx(expected), f"{column} of whole epochs, whenever they were interrupted"
 
 
 def test_a_second_signal_does_what_it_always_did(monkeypatch):

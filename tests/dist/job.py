@@ -64,6 +64,7 @@ DIFFERENT_MODELS = {
     "other_rows": "height=8 over 1 ranks",
     "filters_of_others": "ValueError: ranks differ in parameter plan, first in entry 3: on rank",
     "other_batch": "ValueError: ranks differ in training plan, first in entry",
+    "other_order_of_samples": "ValueError: ranks differ in training plan, first in entry 2: on rank",
     "other_place_of_gradients": "ValueError: ranks differ in training plan, first in entry",
     "other_weights_read": "ValueError: ranks differ in where training starts, first in entry 0: on rank",
     "other_number_of_steps": "ValueError: ranks differ in training plan, first in entry 0: on rank",

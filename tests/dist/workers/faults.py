@@ -290,9 +290,12 @@ def filters_of_others():
     m.Model(graph, device=device, comm=comm)
 
 
-def _train(batch: int = 4, epochs: int = 1, change=lambda model, optimizer: None):
+def _train(batch: int = 4, epochs: int = 1, change=lambda model, optimizer: None, order=range(16)):
     """A run in which ranks may disagree about so much."""
-    samples = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3)
+    images, labels = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3).take(
+        np.array(order)
+    )
+    samples = data.ArrayDataset(images, labels, 3)
     loader = data.Loader(samples, batch, rank=comm.rank, size=comm.size)
     model = m.Model(models.mlp(3, (4, 4, 1)), device=device, comm=comm)
     loss = m.SoftmaxCrossEntropy(comm=comm)
@@ -308,6 +311,11 @@ def other_batch():
 
 def other_number_of_steps():
     _train(epochs=2 if misbehaves else 1)
+
+
+def other_order_of_samples():
+    """Each rank splits its data by chance: samples of one rank's training set are tested on another."""
+    _train(order=range(16)[:: -1 if misbehaves else 1])
 
 
 def other_place_of_gradients():
