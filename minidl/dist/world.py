@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
+import signal
 import sys
+import threading
 from math import inf
 from types import ModuleType
 
@@ -133,6 +135,7 @@ def _load_mpi(size: int) -> ModuleType:
         extra = "mpi" if isinstance(error, ModuleNotFoundError) else "mpi-wheel"  # which brings an MPI library too
         what = f"this process was started as one of {size} ranks, and mpi4py, which joins them,"
         raise checks.missing_extra(what, extra, error) from error
+    _take_back_signals()
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ,")
     if MPI.COMM_WORLD.size == 1:
         raise checks.order(
@@ -163,6 +166,13 @@ def _join_all_ranks_that_were_started() -> ModuleType:
     finally:
         faulthandler.cancel_dump_traceback_later()
     return MPI
+
+
+def _take_back_signals() -> None:
+    """From MPICH, which takes SIGUSR1: the word of a batch system that time is up would be lost before training."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def _install(comm: MPICommunicator) -> None:

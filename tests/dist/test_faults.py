@@ -44,6 +44,14 @@ def test_a_rank_that_ends_before_it_joins_is_not_waited_for_without_end(tmp_path
         assert "_join_all_ranks_that_were_started" in done.output, done.output
 
 
+def test_a_batch_system_s_signal_before_training_is_not_lost(tmp_path):
+    """MPICH was seen to take SIGUSR1 for itself: a job whose time is up would have started to train."""
+    program = "import os, signal, time; from minidl import dist; comm = dist.init('cpu')\n"
+    program += "comm.barrier(); comm.rank or os.kill(os.getpid(), signal.SIGUSR1); comm.barrier(); print('went on')"
+    done = job.run_program(["-c", program], 2, tmp_path)
+    assert done.status != 0 and "went on" not in done.output, done.output
+
+
 def test_a_rank_that_is_late_at_the_end_may_take_its_time(tmp_path):
     done = job.run("faults", 2, tmp_path, "late_rank", "cpu", **LIMIT)
     assert done.status == 0 and "ending all ranks" not in done.output, done.output
