@@ -122,6 +122,7 @@ class Trainer:
         self.profile = profile or StepWatch()
         self.step = 0
         self.sums = Sums()
+        self._trained = False  # this rank, since running statistics were averaged
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
         self._wish: str | None = None
@@ -346,6 +347,7 @@ class Trainer:
             self._watch.check(self.comm, self.step)
         if self.average is not None:
             self.average.update()
+        self._trained |= len(batch.images) > 0
         self.step += 1
         return totals
 
@@ -383,7 +385,7 @@ class Trainer:
         if loader is None:
             raise checks.order("Trainer", "nothing to evaluate on", "pass a loader")
         training = self.model.training
-        self.model.average_buffers()
+        self._average_buffers()
         self.model.eval()
         running = _Running()
         for metric in self.metrics.values():
@@ -397,6 +399,10 @@ class Trainer:
             running.collect()
         self.model.train(training)
         return running.sums.mean_loss, running.sums.accuracy
+
+    def _average_buffers(self) -> None:
+        self.model.average_buffers(self._trained)
+        self._trained = False
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -412,7 +418,7 @@ class Trainer:
         if path is None and self.output is None:
             raise checks.order("Trainer", "it has no output folder", "pass output=")
         self.optimizer.collect()
-        self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
+        self._average_buffers()  # ranks see different shards; a resumed run starts from one copy
         path = path or checkpoint.step_path(self.output, self.step)
         on_rank_0(self.comm, lambda: self._write(path))
         return path
