@@ -1,6 +1,6 @@
 """The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for.
 
-Nothing else of minidl is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
+Nothing that takes time is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import minidl
+from minidl.launch import open_streams
 
 VERBS = {
     "train": ("training", "train a network"),
@@ -89,23 +90,14 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     argv = list(sys.argv[1:] if argv is None else argv)
-    _open_streams()
+    open_streams()
+    if getattr(sys.stdout, "errors", None) == "strict":  # names of files that are no text come out as they are
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         return _run(argv)
     except KeyboardInterrupt:  # while modules are imported: of one rank of several, too, as none knows the others yet
         print(f"minidl {' '.join(argv[:1])}".rstrip() + ": interrupted", file=sys.stderr, flush=True)
         sys.exit(_INTERRUPTED)
-
-
-def _open_streams() -> None:
-    """Let streams that were closed by whoever started this lead nowhere: the next file opened would take the number of
-    one, and hold what libraries print. Names of files that are no text come out as the bytes that they are.
-    """
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            setattr(sys, name, open(os.devnull, mode))
-    if getattr(sys.stdout, "errors", None) == "strict":
-        sys.stdout.reconfigure(errors="surrogateescape")
 
 
 def _run(argv: list[str]) -> int:

@@ -98,7 +98,7 @@ def source_of(stem: str) -> str:
 def _expand(filename: str, folder: Path | None, seen: set[str]) -> str:
     seen.add(filename)
     path = folder / filename if folder and (folder / filename).exists() else sources()[filename]
-    parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text()
+    parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text(encoding="utf-8")
     for match in _INCLUDE.finditer(text):
         parts.append(text[start : match.start()])
         start = match.end()
