@@ -435,7 +435,8 @@ class Trainer:
         """Go on from a checkpoint, bit for bit with the same number of ranks.
 
         Args:
-            path: a checkpoint file, or a folder whose newest one is taken.
+            path: a checkpoint file, or a folder whose newest one, as rank 0 sees it, is taken: other hosts may see what
+                was just written later.
 
         Raises:
             FileNotFoundError: nothing there.
@@ -443,4 +444,4 @@ class Trainer:
                 different ones.
         """
         path = Path(path)
-        resuming.restore(self, checkpoint.latest(path) if path.is_dir() else path)
+        resuming.restore(self, on_rank_0(self.comm, lambda: checkpoint.latest(path) if path.is_dir() else path))

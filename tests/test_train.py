@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -372,6 +373,18 @@ def test_rank_0_alone_cannot_open_its_output_and_all_ranks_say_so(tmp_path, monk
 def test_settings_that_no_checkpoint_holds_are_refused_at_the_door():
     with pytest.raises(TypeError, match=r"settings\['crop'\] must be .*got tuple"):
         trainer(settings={"crop": (1, 2)})
+
+
+def test_all_ranks_go_on_from_the_newest_checkpoint_that_rank_0_sees(tmp_path):
+    """A file that was just written, or removed, may be seen by another host only later."""
+    trainer(tmp_path, epochs=2).fit()
+    seen = checkpoint.step_path(tmp_path, 5)
+    assert seen.exists() and checkpoint.latest(tmp_path) != seen
+    run = trainer(tmp_path)
+    told = lambda value, name="": [(seen, None), value] if name == "of rank 0" else [value, value]  # noqa: E731
+    run.comm = SimpleNamespace(rank=1, size=2, share=told)
+    run.resume(tmp_path)
+    assert run.step == 5
 
 
 def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):

@@ -18,7 +18,7 @@ from minidl import backend
 from minidl.dist.communicator import Communicator
 
 _LONG = 100  # letters
-_TOLD = OSError, ValueError, MemoryError, RuntimeError  # whose subclasses may not be made of words alone
+_TOLD = FileNotFoundError, OSError, ValueError, MemoryError, RuntimeError  # others may not be made of words alone
 
 
 def require_same(comm: Communicator, what: str, entries: Sequence[str], remedy: str = "") -> None:
@@ -74,8 +74,8 @@ def on_rank_0(comm: Communicator, action: Callable[[], Any]) -> Any:
     """What ``action`` gives on rank 0, for every rank: files, caches and clocks are asked once; a collective.
 
     Raises:
-        OSError, ValueError, MemoryError, RuntimeError: on every rank, with rank 0's words, when ``action`` raised one
-            there, for the others are waiting.
+        FileNotFoundError, OSError, ValueError, MemoryError, RuntimeError: on every rank, with rank 0's words, when
+            ``action`` raised one there, for the others are waiting.
     """
     if comm.size == 1:
         return action()
