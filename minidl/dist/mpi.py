@@ -7,7 +7,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -318,10 +318,17 @@ def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:
         local = world.Split(world.rank // int(chosen), key=world.rank)
     else:  # the launchers' own variables disagree with each other and with this under oversubscription
         local = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
-    told = local.allgather((world.rank, socket.gethostname(), os.getpid()))
+    told = local.allgather((world.rank, _process_space(), os.getpid()))
     local.Free()
-    others = {rank: process for rank, host, process in told if rank != world.rank and host == socket.gethostname()}
+    others = {rank: process for rank, space, process in told if rank != world.rank and space == _process_space()}
     return [rank for rank, _, _ in told], others
+
+
+def _process_space() -> tuple[str, str]:
+    """Where process ids name the same processes: the host, and its container, which may number its own."""
+    with suppress(OSError):
+        return socket.gethostname(), os.readlink("/proc/self/ns/pid")
+    return socket.gethostname(), ""
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import re
+import shlex
+import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -50,6 +54,25 @@ def test_a_batch_system_s_signal_before_training_is_not_lost(tmp_path):
     program += "comm.barrier(); comm.rank or os.kill(os.getpid(), signal.SIGUSR1); comm.barrier(); print('went on')"
     done = job.run_program(["-c", program], 2, tmp_path)
     assert done.status != 0 and "went on" not in done.output, done.output
+
+
+def own_processes():
+    """Whether this user may start programs that see no processes but their own."""
+    unshare = shutil.which("unshare")
+    command = [unshare, "--pid", "--fork", "--mount-proc", "true"]
+    return unshare is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not own_processes(), reason="needs the right to unshare processes")
+def test_ranks_in_containers_of_their_own_do_not_take_each_other_for_dead(tmp_path):
+    """Process ids of one say nothing in another: rank 1's is made to be one that rank 0 does not have."""
+    program = "import time; from minidl import dist; c = dist.init('cpu'); time.sleep(1); c.barrier(); print('well')"
+    start = f'{shlex.quote(sys.executable)} -c "{program}"; exit $?'
+    before = "for i in $(seq $((${PMI_RANK:-$OMPI_COMM_WORLD_RANK} * 9))); do /bin/true; done"
+    contained = ["unshare", "--pid", "--fork", "--mount-proc", "sh", "-c", f"{before}; {start}"]
+    by_network = {"UCX_TLS": "tcp,self", "OMPI_MCA_btl": "tcp,self"}  # else some MPIs go by process ids themselves
+    done = job.run_command(mpiexec.find().command(2, contained), tmp_path, **by_network)
+    assert done.status == 0 and done.output.count("well") == 2, done.output
 
 
 def test_a_rank_that_is_late_at_the_end_may_take_its_time(tmp_path):
