@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import socket
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +26,7 @@ from minidl.dist import (
 from minidl.dist.agree import on_rank_0, rank_list, together
 from minidl.dist.doctor import facts
 from minidl.dist.nccl import refuse_shared_devices
-from minidl.dist.threads import available_cores, cap_threads, count_sharing
+from minidl.dist.threads import Host, available_cores, cap_threads, count_sharing, this_host
 from minidl.precision import bfloat16
 from tests.dist.laws import CommunicatorLaws
 
@@ -189,9 +192,20 @@ def test_ranks_in_short():
 
 
 def test_two_ranks_on_one_gpu_are_named():
-    refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("b", "0:2")])
-    with pytest.raises(RuntimeError, match="ranks 1, 3 share GPU 0:2 of a"):
-        refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("a", "0:2")])
+    a, b, namesake = Host("a", "1"), Host("b", "2"), Host("a", "3")
+    refuse_shared_devices([(a, "0:1"), (a, "0:2"), (b, "0:1"), (b, "0:2"), (namesake, "0:1")])
+    with pytest.raises(RuntimeError, match="ranks 1, 3 share GPU 0:2 of a;"):
+        refuse_shared_devices([(a, "0:1"), (a, "0:2"), (b, "0:1"), (a, "0:2")])
+
+
+def test_hosts_of_one_name_are_told_apart_by_when_they_were_booted(monkeypatch):
+    here = this_host()
+    assert here == this_host() and str(here) == socket.gethostname()
+    assert pickle.loads(pickle.dumps(here)) == here
+    monkeypatch.setattr(Path, "read_text", lambda path: "another\n" if path.name == "boot_id" else "")
+    there = this_host()
+    assert there != here and there.name == here.name
+    assert count_sharing([(here, frozenset([0])), (there, frozenset([0]))], 0) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -20,6 +19,7 @@ from minidl.dist.communicator import Work, check_exchange
 from minidl.dist.elastic import RankLost, is_loss
 from minidl.dist.host import HostCommunicator, Lane, different_calls
 from minidl.dist.roll_call import RollCall
+from minidl.dist.threads import Host, this_host
 from minidl.precision import bfloat16
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
@@ -324,11 +324,11 @@ def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:
     return [rank for rank, _, _ in told], others
 
 
-def _process_space() -> tuple[str, str]:
+def _process_space() -> tuple[Host, str]:
     """Where process ids name the same processes: the host, and its container, which may number its own."""
     with suppress(OSError):
-        return socket.gethostname(), os.readlink("/proc/self/ns/pid")
-    return socket.gethostname(), ""
+        return this_host(), os.readlink("/proc/self/ns/pid")
+    return this_host(), ""
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import threading
 import warnings
 from collections import deque
@@ -29,6 +28,7 @@ from minidl.dist.agree import rank_list, require_same, together
 from minidl.dist.calls import Call, CallLog
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
+from minidl.dist.threads import Host, this_host
 
 _SUMMABLE = {
     "float32": "NCCL_FLOAT32",
@@ -68,18 +68,18 @@ def bind_device(control: MPICommunicator) -> int:
         RuntimeError: on every rank, when a rank has no GPU or two ranks share one.
     """
 
-    def choose() -> tuple[str, str, int]:
+    def choose() -> tuple[Host, str, int]:
         cupy = import_cupy()
         index = control.local_rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(index).use()
-        return socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index), index
+        return this_host(), cupy.cuda.runtime.deviceGetPCIBusId(index), index
 
     places = together(control, "binding a GPU to each rank", choose)
     refuse_shared_devices([(host, bus) for host, bus, _ in places])
     return places[control.rank][2]
 
 
-def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
+def refuse_shared_devices(places: Sequence[tuple[Host, str]]) -> None:
     """Raise RuntimeError when two ranks have the same (host, PCI bus id), naming them."""
     for host, bus in sorted(set(places)):
         ranks = [rank for rank, place in enumerate(places) if place == (host, bus)]
