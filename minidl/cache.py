@@ -15,10 +15,12 @@ from typing import Any
 
 
 def folder() -> Path:
-    """As the environment has it; it need not exist, nor be writeable."""
+    """As the environment has it; it need not exist, nor be writeable: that of a user without a home never is."""
     if chosen := os.environ.get("MINIDL_CACHE"):
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")) / "minidl"
+    home = os.path.expanduser("~")  # which stays "~", and would be a folder of that name, where nobody knows it
+    above = os.environ.get("XDG_CACHE_HOME") or os.path.join(home if os.path.isabs(home) else os.devnull, ".cache")
+    return Path(above) / "minidl"
 
 
 def file_name(words: str) -> str:

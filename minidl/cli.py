@@ -1,6 +1,6 @@
 """The command line: ``minidl VERB``. A verb is a module with `add_arguments` and `run`, loaded when it is asked for.
 
-Nothing else of minidl is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
+Nothing that takes time is imported before `main` runs, so that Ctrl-C is answered in one line from the first moment.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import minidl
+from minidl.launch import open_streams
 
 VERBS = {
     "train": ("training", "train a network"),
@@ -90,6 +91,9 @@ def _parsed(top: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Names
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit status. Errors a user can mend are one line on stderr, and end all ranks."""
     argv = list(sys.argv[1:] if argv is None else argv)
+    open_streams()
+    if getattr(sys.stdout, "errors", None) == "strict":  # names of files that are no text come out as they are
+        sys.stdout.reconfigure(errors="surrogateescape")
     try:
         return _run(argv)
     except KeyboardInterrupt:  # while modules are imported: of one rank of several, too, as none knows the others yet
@@ -124,7 +128,7 @@ def _run(argv: list[str]) -> int:
         words = f"there is no file {error.filename}" if missing else error
         words = "; ".join([str(words), *getattr(error, "__notes__", [])]) + where(error)
         abort.tell(f"minidl {arguments.verb}: {words}")  # all ranks of the same: once
-        sys.exit(2)
+        abort.leave(2)
     except KeyboardInterrupt:
         _interrupted(arguments)
 

@@ -39,7 +39,7 @@ def use_config(parser: argparse.ArgumentParser, path: str | Path) -> None:
         ValueError: a file that is not TOML, a word that is no option, or a value that the option cannot take.
     """
     try:
-        values = tomllib.loads(Path(path).read_text())
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
     options = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}

@@ -12,12 +12,27 @@ import shutil
 import sys
 from collections.abc import Sequence
 
+_ABOUT = "Start a script as several MPI ranks of this host."
+
+
+def open_streams() -> None:
+    """Let streams that were closed by whoever started this lead nowhere.
+
+    The next file opened would otherwise take the number of one, and hold what libraries print; MPICH's launcher fails.
+    """
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            stream = open(os.devnull, mode)
+            os.set_inheritable(stream.fileno(), True)
+            setattr(sys, name, stream)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Become the ``mpiexec`` of the command line; return 2 where there is none.
 
     The process is replaced, so the exit status, signals and the terminal are those of ``mpiexec`` itself.
     """
+    open_streams()
     try:
         return _start(_parser().parse_args(arguments))
     except KeyboardInterrupt:
@@ -52,7 +67,7 @@ def _what_runs(options: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m minidl.launch", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m minidl.launch", description=_ABOUT)
     parser.add_argument("-n", "--ranks", type=_rank_count, required=True, help="number of processes")
     parser.add_argument("-m", "--module", action="store_true", help="run a module, like python -m")
     parser.add_argument("--elastic", action="store_true", help="the others go on when a rank is lost (experimental)")

@@ -352,14 +352,22 @@ class Model(checks.Told):
         """Evaluation mode: running statistics, no dropout; forward saves nothing unless asked."""
         return self.train(False)
 
-    def average_buffers(self) -> None:
-        """Replace running statistics by their mean over the ranks, which see different shards."""
+    def average_buffers(self, trained: bool = True) -> None:
+        """Replace running statistics by their mean over the ranks, which see different shards.
+
+        Args:
+            trained: whether this rank has had samples since the last time; of ranks that had none, where batches are
+                smaller than ranks are many, they are left out.
+        """
         if self.comm.size == 1:
             return
+        count = sum(self.comm.share(trained, "samples since the last mean")) or self.comm.size
         for layer in self.layers:
             for array in layer.buffers.values():
+                if count < self.comm.size and not trained:
+                    array.fill(0)
                 self.comm.all_reduce(array)
-                self.ops.copy_into(array, array / np.float32(self.comm.size))
+                self.ops.copy_into(array, array / np.float32(count))
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """Parameters (float32) and buffers by full name, as host copies."""

@@ -138,7 +138,8 @@ def _report(a: argparse.Namespace, predictor: Predictor, rows: list[_Row]) -> No
         if row.error is not None:
             print(row.error, file=sys.stderr)
     if a.csv is not None:
-        checkpoint.write_whole(a.csv, _as_csv(predictor, rows).encode())
+        # As the names of files are: bytes, in whatever letters.
+        checkpoint.write_whole(a.csv, _as_csv(predictor, rows).encode(errors="surrogateescape"))
     if a.json is not None:
         checkpoint.write_whole(a.json, _as_json(predictor, rows).encode())
     if a.images and a.csv is None and a.json is None:

@@ -7,6 +7,7 @@ as a table for spreadsheets; only rank 0 makes either.
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 import os
@@ -15,6 +16,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from minidl import checkpoint
 
 TERMINAL = "MINIDL_TERMINAL"  # set by minidl.launch: the width of the terminal behind mpiexec's pipes
 _LINE_SECONDS = 10.0
@@ -85,7 +88,7 @@ def progress(rank: int = 0) -> Progress:
     if rank != 0:
         return Progress()
     width = os.environ.get(TERMINAL)
-    if width or sys.stdout.isatty():
+    if width or (sys.stdout is not None and sys.stdout.isatty()):
         try:
             return Bar(int(width) if width else None)
         except ImportError:
@@ -109,15 +112,15 @@ class MetricsLog:
 
     def __init__(self, folder: Path, *, step: int = 0, epoch: int = 0, metrics: Sequence[str] = ()):
         self.columns = (*self.COLUMNS, *metrics)
-        folder.mkdir(parents=True, exist_ok=True)
         self.lines, self.table = (folder / name for name in self.FILES)
         kept = [line for line in _lines(self.lines) if _step(line) <= step] if step else []
-        self.lines.write_text("".join(f"{line}\n" for line in kept))
+        _rewrite(self.lines, "".join(f"{line}\n" for line in kept))
         rows = [row for row in csv.DictReader(_lines(self.table)) if _epoch(row) < epoch] if epoch else []
-        with self.table.open("w", newline="") as file:
-            writer = csv.DictWriter(file, self.columns, extrasaction="ignore")
-            writer.writeheader()
-            writer.writerows(rows)
+        text = io.StringIO()
+        writer = csv.DictWriter(text, self.columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
+        _rewrite(self.table, text.getvalue())
 
     def report(self, record: Mapping[str, Any]) -> None:
         """Append one JSON line."""
@@ -128,6 +131,15 @@ class MetricsLog:
         """Append one row of the table."""
         with self.table.open("a", newline="") as file:
             csv.DictWriter(file, self.columns).writerow({name: row.get(name, "") for name in self.columns})
+
+
+def _rewrite(path: Path, text: str) -> None:
+    """Give a record another content, where it has not got it: whole or not at all, for somebody may be reading it, and
+    on a full disk it would otherwise be lost.
+    """
+    data = text.encode()
+    if not path.is_file() or path.read_bytes() != data:
+        checkpoint.write_whole(path, data)
 
 
 def _step(line: str) -> float:

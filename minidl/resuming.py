@@ -10,6 +10,8 @@ import numpy as np
 
 from minidl import checkpoint
 from minidl.dist.agree import require_same, require_same_arrays
+from minidl.loss import Sums
+from minidl.segments import by_name
 
 
 def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -20,6 +22,7 @@ def held(trainer: Any) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
         tensors |= {f"average.{k}": v for k, v in trainer.average.state_dict().items()}
     state = _places(trainer) | {
         "settings": trainer.settings,
+        "sums": list(trainer.sums),
         "task": _task(trainer),
         "callbacks": {callback.key: callback.state() for callback in trainer.callbacks},
     }
@@ -57,12 +60,13 @@ def restore(trainer: Any, path: Path) -> None:
         trainer.average.load_state_dict(_part(tensors, "average."))
     trainer.train_loader.restore(state["loader"])
     trainer.step, random = state["step"], trainer.model.random
+    trainer.sums = Sums(*state.get("sums", ()))
     random.seed, random.step = state["random"]["seed"], state["random"]["step"]
     kept = state.get("callbacks", {})
     for callback in trainer.callbacks:
         if kept.get(callback.key):
             callback.restore(kept[callback.key])
-    _agree(trainer)
+    agree(trainer)
 
 
 def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
@@ -82,10 +86,17 @@ def _require_fitting(path: Path, state: Mapping[str, Any], settings: Mapping[str
         raise ValueError(f"{path}: the checkpoint is of another run: {'; '.join(differing)}")
 
 
-def _agree(trainer: Any) -> None:
-    """Refuse ranks that went on from different files: folders of several hosts may hold different checkpoints."""
-    what = "the checkpoint to go on from"
-    require_same(trainer.comm, what, [f"{key} {value}" for key, value in _places(trainer).items()])
+def agree(trainer: Any) -> None:
+    """Refuse ranks that start from different places or weights, and would drift apart in silence; a collective.
+
+    A checkpoint may be named on some ranks only, and folders of several hosts may hold different ones.
+
+    Raises:
+        ValueError: on every rank, naming who has what.
+    """
+    what, remedy = "where training starts", "start all ranks from the same checkpoint, or all from none"
+    require_same(trainer.comm, what, [f"{key} {value}" for key, value in _places(trainer).items()], remedy)
     if trainer.comm.size > 1:
         model = trainer.model
-        require_same_arrays(trainer.comm, what, {"weights": model.ops.to_host(model.arena.master)})
+        weights = by_name(model.ops.to_host(model.arena.master), model.arena.segments)
+        require_same_arrays(trainer.comm, what, weights, remedy)

@@ -13,17 +13,20 @@ from minidl.dist.communicator import Communicator
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SECONDS = 1.0  # between two agreements, about
 MOST_STEPS = 1000  # from one to the next
+REPEATED_SECONDS = 2.0  # a signal that comes again is the same one: batch system and launcher both send it
 
 
 class StopRequest:
     """Catches SIGTERM and SIGUSR1 while it is entered, and lets the ranks agree that one of them got one.
 
-    Each signal is caught once; the next of its kind does what it did before. Outside the main thread nothing is caught.
+    A signal that comes again soon is taken for the same; one that comes later does what it did before. Outside the main
+    thread nothing is caught.
     """
 
     def __init__(self, comm: Communicator):
         self.comm = comm
         self._caught: int | None = None
+        self._first: dict[int, float] = {}  # when each signal came
         self._before: dict[int, Any] = {}
         self._every, self._steps, self._since = 1, 0, time.perf_counter()
 
@@ -39,8 +42,12 @@ class StopRequest:
             self._restore(number)
 
     def _catch(self, number: int, frame: FrameType | None) -> None:
-        self._caught = number
-        self._restore(number)
+        self._caught, first = number, self._first.get(number)
+        if first is None:
+            self._first[number] = time.monotonic()
+        elif time.monotonic() - first >= REPEATED_SECONDS:
+            self._restore(number)
+            signal.raise_signal(number)
 
     def _restore(self, number: int) -> None:
         before = self._before.pop(number, None)
@@ -55,7 +62,7 @@ class StopRequest:
         if self._steps < self._every:
             return None
         now = time.perf_counter()
-        told = self.comm.share((self._caught, (now - self._since) / self._steps))
+        told = self.comm.share((self._caught, (now - self._since) / self._steps), "signal to stop")
         slowest = max(seconds for _, seconds in told)
         self._every = min(MOST_STEPS, max(1, int(SECONDS / max(slowest, 1e-9))))
         self._steps, self._since = 0, now

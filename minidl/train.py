@@ -74,6 +74,7 @@ class Trainer:
         display: shows how far an epoch is; None: a bar on a terminal with rich, else a line now and then, on rank 0.
 
     Attributes:
+        sums: what the loss counted in the part of an epoch before `fit` was stopped, or went on.
         stopped: the signal that ended `fit` before its time.
         ended: why a callback ended it (`stop`).
         parts: what of the table of `minidl.legality` takes part, in words.
@@ -120,6 +121,8 @@ class Trainer:
         checkpoint.require_json(self.settings, "settings")
         self.profile = profile or StepWatch()
         self.step = 0
+        self.sums = Sums()
+        self._trained = False  # this rank, since running statistics were averaged
         self.stopped: signal.Signals | None = None
         self.ended: str | None = None
         self._wish: str | None = None
@@ -210,6 +213,7 @@ class Trainer:
             f"loss {self.loss.plan()}",
             f"metrics {list(self.metrics)}, callbacks {[callback.key for callback in self.callbacks]}",
             f"random seed {self.model.random.seed}",
+            f"parts {self.parts}, profile {type(self.profile).__name__}",
         ]
 
     def _sampled_steps(self) -> list[int]:
@@ -241,6 +245,7 @@ class Trainer:
         has come, move into ``previous/`` with its metrics.
         """
         row: dict[str, float] = {}
+        resuming.agree(self)
         for callback in self.callbacks:
             callback.begin(self)
         on_rank_0(self.comm, self._open_output)  # not before a callback could refuse: it moves what lies there
@@ -264,7 +269,8 @@ class Trainer:
     def _heed(self) -> None:
         """Let the ranks agree whether one of them wants to end."""
         if self.callbacks:
-            self.ended = next((reason for reason in self.comm.share(self._wish) if reason is not None), None)
+            wishes = self.comm.share(self._wish, "wish to end")
+            self.ended = next((reason for reason in wishes if reason is not None), None)
 
     def _open_output(self) -> None:
         if self.output is None:
@@ -279,7 +285,7 @@ class Trainer:
         epoch = self.train_loader.epoch
         done = self.train_loader.state()["next_batch"]
         self.display.start(f"epoch {epoch + 1}/{self.epochs}", len(self.train_loader), done)
-        running, images, started = _Running(), 0, time.perf_counter()
+        running, images, started = _Running(sums=self.sums), 0, time.perf_counter()
         for batch in self.train_loader:
             running.pending.append(self._train(batch))
             images += batch.global_size
@@ -290,7 +296,7 @@ class Trainer:
                 return self._stop_here(running)
         if running.pending:
             self._read(running)
-        seconds = time.perf_counter() - started
+        seconds, self.sums = time.perf_counter() - started, Sums()
         loss, accuracy = running.sums.mean_loss, running.sums.accuracy
         row = {
             "epoch": epoch, "step": self.step, "lr": self.optimizer.lr, "train_loss": loss, "train_accuracy": accuracy,
@@ -323,6 +329,7 @@ class Trainer:
         """In the middle of an epoch, for somebody who resumes."""
         if running.pending:
             self._read(running)
+        self.sums = running.sums
         path = self.save()
         self.display.finish(f"stopped by {self.stopped.name} after step {self.step}; {path}")
         return {}
@@ -340,6 +347,7 @@ class Trainer:
             self._watch.check(self.comm, self.step)
         if self.average is not None:
             self.average.update()
+        self._trained |= len(batch.images) > 0
         self.step += 1
         return totals
 
@@ -377,7 +385,7 @@ class Trainer:
         if loader is None:
             raise checks.order("Trainer", "nothing to evaluate on", "pass a loader")
         training = self.model.training
-        self.model.average_buffers()
+        self._average_buffers()
         self.model.eval()
         running = _Running()
         for metric in self.metrics.values():
@@ -391,6 +399,10 @@ class Trainer:
             running.collect()
         self.model.train(training)
         return running.sums.mean_loss, running.sums.accuracy
+
+    def _average_buffers(self) -> None:
+        self.model.average_buffers(self._trained)
+        self._trained = False
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -406,7 +418,7 @@ class Trainer:
         if path is None and self.output is None:
             raise checks.order("Trainer", "it has no output folder", "pass output=")
         self.optimizer.collect()
-        self.model.average_buffers()  # ranks see different shards; a resumed run starts from one copy
+        self._average_buffers()  # ranks see different shards; a resumed run starts from one copy
         path = path or checkpoint.step_path(self.output, self.step)
         on_rank_0(self.comm, lambda: self._write(path))
         return path
@@ -423,7 +435,8 @@ class Trainer:
         """Go on from a checkpoint, bit for bit with the same number of ranks.
 
         Args:
-            path: a checkpoint file, or a folder whose newest one is taken.
+            path: a checkpoint file, or a folder whose newest one, as rank 0 sees it, is taken: other hosts may see what
+                was just written later.
 
         Raises:
             FileNotFoundError: nothing there.
@@ -431,4 +444,4 @@ class Trainer:
                 different ones.
         """
         path = Path(path)
-        resuming.restore(self, checkpoint.latest(path) if path.is_dir() else path)
+        resuming.restore(self, on_rank_0(self.comm, lambda: checkpoint.latest(path) if path.is_dir() else path))

@@ -295,20 +295,26 @@ _PLAIN = Training()
 
 
 def trained(a: argparse.Namespace, verb: Training = _PLAIN) -> tuple[dict[str, float], Trainer]:
-    """Train, and with ``--elastic`` again with the ranks that are left, from the newest checkpoint."""
+    """Train, and with ``--elastic`` again with the ranks that are left: from the newest checkpoint of this run, or from
+    where it began.
+    """
+    begun, others = a.resume, set() if a.resume == "" else _checkpoints(a)
     while True:
         try:
             return _trained_once(a, verb)
         except dist.RankLost as lost:
             told = str(lost)
         comm = dist.shrink()
-        there = comm.share(any(Path(a.output).glob("checkpoint-*")))[0]
-        a.resume = "" if there else None
+        there = comm.share(bool(_checkpoints(a) - others), "whether there is a checkpoint")[0]
+        a.resume = "" if there else begun
         if comm.rank == 0:
-            print(
-                f"minidl {a.verb}: {told.partition(';')[0]}; {'from the newest checkpoint' if there else 'anew'}",
-                file=sys.stderr,
-            )
+            where = "anew" if a.resume is None else f"from {a.resume or 'the newest checkpoint'}"
+            print(f"minidl {a.verb}: {told.partition(';')[0]}; {where}", file=sys.stderr)
+
+
+def _checkpoints(a: argparse.Namespace) -> set[tuple[Path, int]]:
+    """Those in the output folder, and when they were written: what another run has left there is none of this one."""
+    return {(path, path.stat().st_mtime_ns) for path in Path(a.output).glob("checkpoint-*")}
 
 
 def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, float], Trainer]:

@@ -11,10 +11,10 @@ PACKAGE = ROOT / "minidl"
 # From the ground up. A module may import only from levels below its own (or from its own folder).
 LEVELS = [
     {"extensions", "cache", "checks", "shapes"},
-    {"precision"},
+    {"precision", "checkpoint"},
     {"cpu", "cuda"},
     {"backend", "initializers"},
-    {"legality", "random", "schedule", "dist", "store", "value", "checkpoint", "progress", "config"},
+    {"legality", "random", "schedule", "dist", "store", "value", "progress", "config"},
     {"messages"},
     {"profile"},
     {"segments"},

@@ -55,7 +55,7 @@ def test_a_pass_within_a_step_is_the_slowest_ranks_and_all_ranks_stand_beside():
     fast, slow = ([StepTimes(ms, [SpanTime("a", "forward", COMPUTE, 0.0, ms)])] * 2 for ms in (1.0, 3.0))
 
     class Pair:
-        def share(self, own):
+        def share(self, own, name=""):
             plain, watched, silent, passes, unaccounted, accounted, mark_ms = own
             return [own, ([3.0] * 2, [3.0] * 2, silent, network._by_pass(slow), unaccounted, 0.5, 0.25)]
 

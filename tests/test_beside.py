@@ -13,7 +13,7 @@ class Ranks:
     def __init__(self, others):
         self.others = iter(others)
 
-    def share(self, value):
+    def share(self, value, name=""):
         return [value, next(self.others)]
 
 

@@ -116,7 +116,7 @@ class Ring:
     def all_reduce(self, array):
         self.clock.now += self.latency + 2 * (self.size - 1) / self.size * array.nbytes / self.bandwidth
 
-    def share(self, value):
+    def share(self, value, name=""):
         return [value, [self.slowness * each for each in value]]
 
 

@@ -241,7 +241,7 @@ class Rank:
     def __init__(self, rank, first=None):
         self.rank, self.first = rank, first
 
-    def share(self, value):
+    def share(self, value, name=""):
         return [value if self.rank == 0 else self.first, value]
 
 

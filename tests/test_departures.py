@@ -174,7 +174,7 @@ class Uneven(SimulatedCommunicator):
 
     links = object()
 
-    def share(self, value):
+    def share(self, value, name=""):
         return [value, min(value, 3) if isinstance(value, int) else value]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import pickle
+import socket
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,7 +26,7 @@ from minidl.dist import (
 from minidl.dist.agree import on_rank_0, rank_list, together
 from minidl.dist.doctor import facts
 from minidl.dist.nccl import refuse_shared_devices
-from minidl.dist.threads import available_cores, cap_threads, count_sharing
+from minidl.dist.threads import Host, available_cores, cap_threads, count_sharing, this_host
 from minidl.precision import bfloat16
 from tests.dist.laws import CommunicatorLaws
 
@@ -78,7 +81,7 @@ class FakeCommunicator:
     def __init__(self, *rounds):
         self.rounds, self.rank = list(rounds), 0
 
-    def share(self, value):
+    def share(self, value, name=""):
         answer = [value, *self.rounds.pop(0)]
         return answer
 
@@ -87,7 +90,7 @@ def digest_of(entries):
     seen = []
 
     class Ear:
-        def share(self, value):
+        def share(self, value, name=""):
             seen.append(value)
             return [value]
 
@@ -142,7 +145,7 @@ def test_arrays_are_compared_by_dtype_shape_and_bits(other, cpu_ops):
         heard = []
 
         class Ear(FakeCommunicator):
-            def share(self, value):
+            def share(self, value, name=""):
                 heard.append(value)
                 return [value, b""] if isinstance(value, bytes) else [value, []]
 
@@ -171,7 +174,7 @@ def test_a_failure_elsewhere_is_raised_here_and_results_come_in_rank_order():
 def test_what_rank_0_finds_or_raises_is_everybodys():
     first, second = (FakeCommunicator(*[[(None, None)]] * 2) for _ in range(2))
     first.size = second.size = 2
-    second.rank, second.share = 1, lambda own: [told, own]
+    second.rank, second.share = 1, lambda own, name="": [told, own]
     assert on_rank_0(SOLO, lambda: 3) == on_rank_0(first, lambda: 3) == 3
     told = 3, None
     assert on_rank_0(second, lambda: 1 // 0) == 3, "the others do not ask"
@@ -189,9 +192,20 @@ def test_ranks_in_short():
 
 
 def test_two_ranks_on_one_gpu_are_named():
-    refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("b", "0:2")])
-    with pytest.raises(RuntimeError, match="ranks 1, 3 share GPU 0:2 of a"):
-        refuse_shared_devices([("a", "0:1"), ("a", "0:2"), ("b", "0:1"), ("a", "0:2")])
+    a, b, namesake = Host("a", "1"), Host("b", "2"), Host("a", "3")
+    refuse_shared_devices([(a, "0:1"), (a, "0:2"), (b, "0:1"), (b, "0:2"), (namesake, "0:1")])
+    with pytest.raises(RuntimeError, match="ranks 1, 3 share GPU 0:2 of a;"):
+        refuse_shared_devices([(a, "0:1"), (a, "0:2"), (b, "0:1"), (a, "0:2")])
+
+
+def test_hosts_of_one_name_are_told_apart_by_when_they_were_booted(monkeypatch):
+    here = this_host()
+    assert here == this_host() and str(here) == socket.gethostname()
+    assert pickle.loads(pickle.dumps(here)) == here
+    monkeypatch.setattr(Path, "read_text", lambda path: "another\n" if path.name == "boot_id" else "")
+    there = this_host()
+    assert there != here and there.name == here.name
+    assert count_sharing([(here, frozenset([0])), (there, frozenset([0]))], 0) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,6 +239,8 @@ def test_threads_are_capped_and_a_users_number_wins(monkeypatch):
     with threadpool_limits(None):  # puts back what was there
         monkeypatch.setenv("OMP_NUM_THREADS", "5")
         assert cap_threads(1000) == 5
+        monkeypatch.setenv("OMP_NUM_THREADS", " 4,2")  # of nested loops, too
+        assert cap_threads(1000) == 4
         for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
             monkeypatch.setenv(variable, "")  # so that it is put back, too
             monkeypatch.delenv(variable)

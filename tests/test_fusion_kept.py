@@ -64,7 +64,7 @@ class Second:
     def __init__(self, value):
         self.value = value
 
-    def share(self, value):
+    def share(self, value, name=""):
         return [self.value, value]
 
 

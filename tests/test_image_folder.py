@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 
 import numpy as np
@@ -40,6 +42,41 @@ def test_classes_files_and_labels_come_in_order(root):
     assert train.labels.tolist() == [0] * 5 + [1] * 5 and train.files == sorted(train.files)
     image, label = train[7]
     assert image.shape == (16, 16, 3) and image.dtype == np.uint8 and label == 1
+
+
+def test_what_is_hidden_is_no_image(root):
+    """Other programs leave copies and descriptions in the folders they have shown."""
+    plain = image_folder(root, "train", 16).files
+    (root / "train" / "cat" / "._0.png").write_bytes(b"Mac OS X")
+    copies = root / "train" / "cat" / ".ipynb_checkpoints"
+    copies.mkdir()
+    shutil.copy(root / "train" / "cat" / "0.png", copies / "0-checkpoint.png")
+    assert image_folder(root, "train", 16).files == plain
+
+
+def test_a_folder_that_cannot_be_read_is_told_and_not_left_out(root, monkeypatch):
+    """As root may read everything, the system's answer is played."""
+    plain = os.scandir
+
+    def scandir(path):
+        if str(path).endswith("more"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return plain(path)
+
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(PermissionError, match="Permission denied: '.*more'"):
+        image_folder(root, "train", 16)
+
+
+def test_a_link_to_a_folder_above_is_refused_as_its_images_would_come_many_times(root):
+    (root / "train" / "cat" / "again").symlink_to("..", target_is_directory=True)
+    with pytest.raises(ValueError, match="cat/again links to a folder above it, .*; remove the link"):
+        image_folder(root, "train", 16)
+    (root / "train" / "cat" / "again").unlink()
+    (root / "elsewhere").mkdir()
+    shutil.copy(root / "train" / "cat" / "0.png", root / "elsewhere")
+    (root / "train" / "cat" / "beside").symlink_to(root / "elsewhere", target_is_directory=True)
+    assert "cat/beside/0.png" in image_folder(root, "train", 16).files
 
 
 def test_a_part_of_its_own_size_is_the_pixels_themselves(tmp_path, rng):

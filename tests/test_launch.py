@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import pwd
 import subprocess
 import sys
 import threading
@@ -260,6 +261,23 @@ def test_cache_that_cannot_be_written_is_replaced_with_one_warning(tmp_path, mon
         directory = nvrtc.cache_directory()
     assert directory.is_dir() and nvrtc.cache_directory() == directory
     nvrtc._temporary.cleanup()
+
+
+def test_who_has_no_home_gets_no_folder_of_that_name(tmp_path, monkeypatch):
+    """As in containers that are run as a user nobody has made."""
+
+    def unknown(number):
+        raise KeyError(number)
+
+    for name in ("MINIDL_CACHE", "XDG_CACHE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.setattr(nvrtc, "_temporary", None)
+    monkeypatch.chdir(tmp_path)
+    with pytest.warns(UserWarning, match="set MINIDL_CACHE"):
+        assert nvrtc.cache_directory().is_dir()
+    nvrtc._temporary.cleanup()
+    assert not list(tmp_path.iterdir())
 
 
 @needs_nvrtc

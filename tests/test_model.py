@@ -410,7 +410,7 @@ def test_a_model_without_anything_to_train(precision, cpu_ops, rng):
 
 def test_ranks_whose_layers_differ_are_told(cpu_ops):
     class Other(Recording):
-        def share(self, value):
+        def share(self, value, name=""):
             theirs = [str(v).replace(", sync=True", "") for v in value] if isinstance(value, list) else b"other"
             return [value, theirs]
 

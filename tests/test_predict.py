@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from minidl.data import ImageFiles, ImageFolder, Loader
 from minidl.dist import mpiexec
 from minidl.predict import Predictor
 from minidl.train import Trainer
+from tests.commands import ROOT
 from tests.conftest import CUDA
 from tests.tolerance import assert_close
 
@@ -97,6 +99,17 @@ def test_tables_hold_what_is_printed(pets, tmp_path, capsys):
         assert float(row["probability"]) == image["top"][0]["probability"]
         assert row["class_3"] == image["top"][2]["class"], "as many as there are, when more are asked for"
         assert sum(guess["probability"] for guess in image["top"]) == pytest.approx(1, abs=1e-5)
+
+
+def test_names_of_files_that_are_no_text_are_printed_and_written_as_they_are(pets, tmp_path):
+    name = os.fsencode(tmp_path) + b"/caf\xe9.png"
+    shutil.copy(pets / "val" / "cat" / "0.png", os.fsdecode(name))
+    command = [sys.executable, "-m", "minidl", "predict", str(pets / "run"), name]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C.UTF-8"}
+    for more in ((), ("--csv", str(tmp_path / "out.csv"))):
+        done = subprocess.run([*command, *more], env=environment, capture_output=True, timeout=60)
+        assert done.returncode == 0, done.stderr
+        assert name in ((tmp_path / "out.csv").read_bytes() if more else done.stdout)
 
 
 def test_one_damaged_file_costs_no_other_its_prediction(pets, tmp_path, capsys):

@@ -346,7 +346,7 @@ def test_silent_steps_send_nothing(cpu_ops):
         def all_reduce(self, array):
             pass
 
-        def share(self, value):
+        def share(self, value, name=""):
             return [value]
 
     step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Counting())

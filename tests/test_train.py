@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
+import resource
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -276,7 +278,7 @@ class Others:
     def __init__(self, rank=0, plan=None, failure=None):
         self.rank, self.plan, self.failure = rank, plan, failure
 
-    def share(self, value):
+    def share(self, value, name=""):
         if self.plan is not None and value is not None:
             return [value, self.plan if isinstance(value, list) else b"other"]
         return [(None, self.failure) if value == (None, None) else value, value]
@@ -373,11 +375,23 @@ def test_settings_that_no_checkpoint_holds_are_refused_at_the_door():
         trainer(settings={"crop": (1, 2)})
 
 
+def test_all_ranks_go_on_from_the_newest_checkpoint_that_rank_0_sees(tmp_path):
+    """A file that was just written, or removed, may be seen by another host only later."""
+    trainer(tmp_path, epochs=2).fit()
+    seen = checkpoint.step_path(tmp_path, 5)
+    assert seen.exists() and checkpoint.latest(tmp_path) != seen
+    run = trainer(tmp_path)
+    told = lambda value, name="": [(seen, None), value] if name == "of rank 0" else [value, value]  # noqa: E731
+    run.comm = SimpleNamespace(rank=1, size=2, share=told)
+    run.resume(tmp_path)
+    assert run.step == 5
+
+
 def test_ranks_that_go_on_from_different_checkpoints_are_refused(tmp_path):
     trainer(tmp_path, epochs=1).fit()
     run = trainer(tmp_path)
     run.comm = Others(plan=["step 10"])
-    with pytest.raises(ValueError, match="checkpoint to go on from, .* on rank 0: step 5; on rank 1: step 10"):
+    with pytest.raises(ValueError, match="where training starts, .* on rank 0: step 5; on rank 1: step 10"):
         run.resume(tmp_path)
 
 
@@ -390,6 +404,41 @@ def test_metrics_that_were_left_half_written_are_dropped(tmp_path):
         rows.write("1,4")
     log = MetricsLog(tmp_path, step=4, epoch=3)
     assert log.lines.read_text() == '{"step": 2}\n' and [row["epoch"] for row in table(log.table)] == ["0"]
+
+
+def recorded(folder):
+    """A log of four steps in two epochs."""
+    log = MetricsLog(folder)
+    for step in (1, 2, 3, 4):
+        log.report({"step": step, "loss": 0.5})
+    for epoch in (0, 1):
+        log.epoch({"epoch": epoch, "step": 2 * epoch + 2})
+    return log
+
+
+def test_a_full_disk_leaves_the_metrics_that_a_resumed_run_would_have_cut(tmp_path):
+    log = recorded(tmp_path)
+    before = [file.read_bytes() for file in (log.lines, log.table)]
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            MetricsLog(tmp_path, step=2, epoch=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [file.read_bytes() for file in (log.lines, log.table)] == before
+    MetricsLog(tmp_path, step=2, epoch=1)
+    assert len(log.lines.read_text().splitlines()) == 2 and len(table(log.table)) == 1
+
+
+def test_who_reads_the_metrics_while_they_grow_goes_on_reading_when_the_run_is_resumed(tmp_path):
+    log = recorded(tmp_path)
+    with log.lines.open() as lines, log.table.open() as rows:
+        assert len(lines.readlines()) == 4 and len(rows.readlines()) == 3
+        resumed = MetricsLog(tmp_path, step=4, epoch=2)
+        resumed.report({"step": 5, "loss": 0.25})
+        resumed.epoch({"epoch": 2, "step": 6})
+        assert [json.loads(line)["step"] for line in lines] == [5] and len(rows.readlines()) == 1
 
 
 def test_a_checkpoint_that_no_trainer_wrote_is_refused(tmp_path):

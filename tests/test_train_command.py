@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
+import os
+import shlex
+import subprocess
+import sys
 
 import pytest
 
-from minidl import checkpoint, cli, data
+from minidl import checkpoint, cli, data, dist, training
 from minidl.bench.setup import device_of
+from minidl.dist.communicator import SOLO
 from minidl.train import Trainer
+from tests.commands import ROOT
 from tests.test_train import table, trainer
 
 
@@ -31,6 +38,49 @@ def test_the_command_trains_and_resumes(tmp_path, capsys):
     assert status == 0 and "epoch 3/3" in out and "epoch 2/3" not in out
     status, out, _ = run_cli(capsys, *common, "--epochs", "1", "--resume")
     assert status == 0 and "nothing left to do" in out and "at epoch 3;" in out
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_keep_nobody_from_training(closed, tmp_path):
+    """As daemons and some batch systems start their jobs."""
+    options = "train --device cpu --model mlp --data synthetic --samples 64 --epochs 1 --output out"
+    command = f"{shlex.quote(sys.executable)} -m minidl {options} {closed}"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(["sh", "-c", command], cwd=tmp_path, env=environment, capture_output=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    checkpoint.load(checkpoint.latest(tmp_path / "out"))
+
+
+def test_a_recipe_may_have_any_letters_wherever_it_is_read(tmp_path):
+    """TOML is UTF-8 whatever the language of the machine."""
+    (tmp_path / "recipe.toml").write_text('# für Münzen\nmodel = "mlp"\noutput = "läuft"\n', encoding="utf-8")
+    command = [sys.executable, "-X", "utf8=0", "-m", "minidl", "train", "--config", "recipe.toml", "--epochs", "0"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "--epochs must be" in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("began", [None, "", "elsewhere/checkpoint-00000005.safetensors"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_lost_rank_lets_the_others_go_on_where_their_run_was_and_not_with_what_lay_there(
+    began, saved, tmp_path, monkeypatch
+):
+    """A run lost before its first checkpoint begins where it had begun, whatever another has left in the folder."""
+    checkpoint.save(checkpoint.step_path(tmp_path, 9), {}, {})  # of another run, or of this one where it resumes
+    resumed = []
+
+    def once(a, verb):
+        resumed.append(a.resume)
+        if len(resumed) == 1:
+            if saved:
+                checkpoint.save(checkpoint.step_path(tmp_path, 2), {}, {})
+            raise dist.RankLost("share: the process of another rank is gone; shrink")
+        return {}, None
+
+    monkeypatch.setattr(training, "_trained_once", once)
+    monkeypatch.setattr(dist, "shrink", lambda: SOLO)
+    training.trained(argparse.Namespace(resume=began, output=str(tmp_path), verb="train"))
+    assert resumed == [began, "" if saved else began]
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lars", "lamb"])

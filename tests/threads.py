@@ -48,7 +48,7 @@ class Control:
     def enter(self, kind, array=None, root=0, name=""):
         return self.log.enter(kind, array, root, name)
 
-    def share(self, value):
+    def share(self, value, name=""):
         self.enter("share")
         return self._meeting.exchange(self.rank, value)
 

@@ -93,7 +93,7 @@ def read(path: str | Path, parser_of: ParserOf) -> list[Point]:
     """
     path = Path(path)
     try:
-        content = tomllib.loads(path.read_text())
+        content = tomllib.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path}: not TOML ({error})") from error
     try:

@@ -107,7 +107,7 @@ def _expand(filename: str, folder: Path | None, seen: set[str], by: str = "") ->
     path = folder / filename if folder and (folder / filename).exists() else sources().get(filename)
     if path is None:
         raise FileNotFoundError(f'{by} includes "{filename}", which is neither beside it nor a header of minidl')
-    parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text()
+    parts, start, text = [f'#line 1 "{filename}"\n'], 0, path.read_text(encoding="utf-8")
     for match in _INCLUDE.finditer(text):
         parts.append(text[start : match.start()])
         start = match.end()

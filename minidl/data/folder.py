@@ -182,12 +182,32 @@ def _in_eight_bits(image: Any) -> Any:
 
 
 def images_under(root: Path, name: str = ".") -> list[str]:
-    """Paths, relative to ``root``, of the images in its folder ``name``, at any depth, in order."""
+    """Paths, relative to ``root``, of the images in its folder ``name``, at any depth, in order.
+
+    What is hidden, such as ``._1.jpg`` and ``.ipynb_checkpoints`` of other programs, is left out.
+
+    Raises:
+        OSError: a folder that cannot be read, whose images would be missing.
+        ValueError: a link to a folder above it, whose images would come many times.
+    """
     found = []
-    for folder, _, files in os.walk(root / name, followlinks=True):
+    for folder, folders, files in os.walk(root / name, onerror=_refuse, followlinks=True):
+        folders[:] = [inner for inner in folders if not inner.startswith(".")]
+        for inner in folders:
+            _refuse_round(Path(folder, inner))
         inside = os.path.relpath(folder, root)
-        found += [os.path.join(inside, file) for file in files if file.lower().endswith(SUFFIXES)]
+        images = [file for file in files if file.lower().endswith(SUFFIXES) and not file.startswith(".")]
+        found += [os.path.join(inside, file) for file in images]
     return sorted(found)
+
+
+def _refuse(error: OSError) -> None:
+    raise error
+
+
+def _refuse_round(folder: Path) -> None:
+    if folder.is_symlink() and folder.parent.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{folder} links to a folder above it, whose images would come many times; remove the link")
 
 
 @register("folder", "the folder with train/ and val/ in it")

@@ -151,9 +151,9 @@ class Loader:
     def plan(self) -> str:
         """What all ranks must share, in words: :meth:`state`, and how the images are augmented, normalised, rounded."""
         normal = f"scale {self._scale.tolist()}, shift {self._shift.tolist()}"
-        files = f", files {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
+        items = f", items {self.dataset.fingerprint}" if hasattr(self.dataset, "fingerprint") else ""
         augmented = f"augment {checks.wording(self.augment)}, mix {self.mix}"
-        return f"{self.state()}{files}, {augmented}, dtype {self.dtype}, {normal}"
+        return f"{self.state()}{items}, {augmented}, dtype {self.dtype}, {normal}"
 
     def recipe(self) -> dict[str, Any]:
         """How this loader makes inputs of images, and what the classes are called: JSON, for `minidl.predict`."""

@@ -178,6 +178,15 @@ def tell(line: str) -> None:
         _write(f"{line}\n" if len(ranks) == _job.size else f"{line} (rank {rank_list(ranks)} of {_job.size})\n")
 
 
+def leave(status: int) -> NoReturn:
+    """End this rank with a status whose reason it has told: one more line where others have to be ended for it."""
+    global _exit
+    if not _foreign():
+        assert _job is not None
+        _exit = _job.calls(), Departure(status)
+    raise SystemExit(status)
+
+
 def say(line: str) -> None:
     """Write a line about this rank to stderr; the job goes on."""
     assert _job is not None, "say before install"

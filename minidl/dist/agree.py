@@ -18,7 +18,7 @@ from minidl import backend
 from minidl.dist.communicator import Communicator
 
 _LONG = 100  # letters
-_TOLD = OSError, ValueError, MemoryError, RuntimeError  # whose subclasses may not be made of words alone
+_TOLD = FileNotFoundError, OSError, ValueError, MemoryError, RuntimeError  # others may not be made of words alone
 
 
 def require_same(comm: Communicator, what: str, entries: Sequence[str], remedy: str = "") -> None:
@@ -29,9 +29,9 @@ def require_same(comm: Communicator, what: str, entries: Sequence[str], remedy: 
             differs, and what to do about it.
     """
     digest = hashlib.sha256(repr(list(entries)).encode()).digest()
-    if len(set(comm.share(digest))) == 1:
+    if len(set(comm.share(digest, what))) == 1:
         return
-    rows = zip_longest(*comm.share(list(entries)))
+    rows = zip_longest(*comm.share(list(entries), what))
     index, row = next((index, row) for index, row in enumerate(rows) if len(set(row)) > 1)
     held = by_value(_apart(["no such entry" if entry is None else entry for entry in row]))
     raise ValueError(f"ranks differ in {what}, first in entry {index}: {held}{remedy and f'; {remedy}'}")
@@ -63,7 +63,7 @@ def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[
         value = attempt()
     except Exception as error:
         problem, cause = f"{type(error).__name__}: {error}", error
-    outcomes = comm.share((value, problem))
+    outcomes = comm.share((value, problem), what)
     failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
     if failed:
         raise RuntimeError(f"{what} failed: {by_value(failed.values(), failed)}") from cause
@@ -74,8 +74,8 @@ def on_rank_0(comm: Communicator, action: Callable[[], Any]) -> Any:
     """What ``action`` gives on rank 0, for every rank: files, caches and clocks are asked once; a collective.
 
     Raises:
-        OSError, ValueError, MemoryError, RuntimeError: on every rank, with rank 0's words, when ``action`` raised one
-            there, for the others are waiting.
+        FileNotFoundError, OSError, ValueError, MemoryError, RuntimeError: on every rank, with rank 0's words, when
+            ``action`` raised one there, for the others are waiting.
     """
     if comm.size == 1:
         return action()
@@ -85,7 +85,7 @@ def on_rank_0(comm: Communicator, action: Callable[[], Any]) -> Any:
             value = action()
         except _TOLD as error:
             problem, cause = (next(kind for kind in _TOLD if isinstance(error, kind)), str(error)), error
-    value, problem = comm.share((value, problem))[0]
+    value, problem = comm.share((value, problem), "of rank 0")[0]
     if problem is not None:
         kind, words = problem
         raise kind(words) from cause

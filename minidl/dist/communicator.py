@@ -112,8 +112,12 @@ class Communicator(Protocol):
     def barrier(self) -> None:
         """Return when every rank's host has come this far; work queued on a GPU may still run."""
 
-    def share(self, value: Any) -> list[Any]:
-        """The values of all ranks in rank order: small picklable objects, through the host."""
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        """The values of all ranks in rank order: small picklable objects, through the host.
+
+        Args:
+            name: of what is shared: ranks that share different things are told so, and do not take one for the other.
+        """
 
     def close(self) -> None:
         """Part from the other ranks; a collective itself. Further calls do nothing."""
@@ -249,7 +253,7 @@ class SoloCommunicator:
     def barrier(self) -> None:
         pass
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, name: str = "") -> list[Any]:
         return [value]
 
     def close(self) -> None:

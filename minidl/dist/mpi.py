@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
 
@@ -20,6 +19,7 @@ from minidl.dist.communicator import Work, check_exchange
 from minidl.dist.elastic import RankLost, is_loss
 from minidl.dist.host import HostCommunicator, Lane, different_calls
 from minidl.dist.roll_call import RollCall
+from minidl.dist.threads import Host, this_host
 from minidl.precision import bfloat16
 
 SIMULATED_HOSTS = "MINIDL_RANKS_PER_HOST"
@@ -161,7 +161,7 @@ class Uncounted:
     def __init__(self, ranks: Any) -> None:
         self._ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, name: str = "") -> list[Any]:
         return self._ranks.allgather(value)
 
     def barrier(self) -> None:
@@ -199,8 +199,8 @@ class MPICommunicator(HostCommunicator):
         for lane in self._lanes.values():
             lane.on_device = ops
 
-    def share(self, value: Any) -> list[Any]:
-        call = self.enter("share")
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        call = self.enter("share", name=name)
         return self._run("inline", call, lambda lane: self._control.share(value, call))
 
     @contextmanager
@@ -318,10 +318,17 @@ def _host(mpi: Any, world: Any) -> tuple[list[int], dict[int, int]]:
         local = world.Split(world.rank // int(chosen), key=world.rank)
     else:  # the launchers' own variables disagree with each other and with this under oversubscription
         local = world.Split_type(mpi.COMM_TYPE_SHARED, key=world.rank)
-    told = local.allgather((world.rank, socket.gethostname(), os.getpid()))
+    told = local.allgather((world.rank, _process_space(), os.getpid()))
     local.Free()
-    others = {rank: process for rank, host, process in told if rank != world.rank and host == socket.gethostname()}
+    others = {rank: process for rank, space, process in told if rank != world.rank and space == _process_space()}
     return [rank for rank, _, _ in told], others
+
+
+def _process_space() -> tuple[Host, str]:
+    """Where process ids name the same processes: the host, and its container, which may number its own."""
+    with suppress(OSError):
+        return this_host(), os.readlink("/proc/self/ns/pid")
+    return this_host(), ""
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

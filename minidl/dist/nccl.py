@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
 import threading
 import warnings
 from collections import deque
@@ -29,6 +28,7 @@ from minidl.dist.agree import rank_list, require_same, together
 from minidl.dist.calls import Call, CallLog
 from minidl.dist.communicator import Span, Work, check_array, check_cuts, check_exchange, check_root, unseen
 from minidl.dist.mpi import MPICommunicator
+from minidl.dist.threads import Host, this_host
 
 _SUMMABLE = {
     "float32": "NCCL_FLOAT32",
@@ -69,11 +69,11 @@ def bind_device(control: MPICommunicator) -> int:
         RuntimeError: on every rank, when a rank has no GPU or, otherwise, two ranks share one.
     """
 
-    def choose() -> tuple[tuple[str, str], int, bool]:
+    def choose() -> tuple[tuple[Host, str], int, bool]:
         cupy = import_cupy()
         index = control.local_rank % cupy.cuda.runtime.getDeviceCount()
         cupy.cuda.Device(index).use()
-        place = socket.gethostname(), cupy.cuda.runtime.deviceGetPCIBusId(index)
+        place = this_host(), cupy.cuda.runtime.deviceGetPCIBusId(index)
         return place, index, os.environ.get("MINIDL_SHARE_GPUS") == "1"
 
     found = together(control, "binding a GPU to each rank", choose)
@@ -83,11 +83,11 @@ def bind_device(control: MPICommunicator) -> int:
     place, index, _ = found[control.rank]
     if turn := places[: control.rank].count(place):
         # NCCL takes no GPU twice on one host, but on two; messages then go by its sockets.
-        os.environ["NCCL_HOSTID"] = f"{place[0]} {turn}"
+        os.environ["NCCL_HOSTID"] = " ".join([*place[0], str(turn)])
     return index
 
 
-def refuse_shared_devices(places: Sequence[tuple[str, str]]) -> None:
+def refuse_shared_devices(places: Sequence[tuple[Host, str]]) -> None:
     """Raise RuntimeError when two ranks have the same (host, PCI bus id), naming them."""
     for host, bus in sorted(set(places)):
         ranks = [rank for rank, place in enumerate(places) if place == (host, bus)]
@@ -313,8 +313,8 @@ class NCCLCommunicator:
     def barrier(self) -> None:
         self._control.barrier()
 
-    def share(self, value: Any) -> list[Any]:
-        return self._control.share(value)
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        return self._control.share(value, name)
 
     def close(self) -> None:
         if self.closed:

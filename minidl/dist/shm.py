@@ -160,8 +160,8 @@ class ShmCommunicator(HostCommunicator):
         inline, messages = (_lane(control, spins, self._regions) for _ in range(2))
         super().__init__(control.roll_call, inline, messages)
 
-    def share(self, value: Any) -> list[Any]:
-        return self.control.share(value)
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        return self.control.share(value, name)
 
     def start_exchange(
         self, sends: Mapping[int, np.ndarray], receives: Mapping[int, np.ndarray], name: str = ""

@@ -217,7 +217,7 @@ class SimulatedCommunicator:
     def barrier(self) -> None:
         self._block(self.model.all_reduce(0, self.size))
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, name: str = "") -> list[Any]:
         return [value] * self.size
 
     def close(self) -> None:
@@ -252,5 +252,5 @@ class ImaginedCommunicator(SoloCommunicator):
         check_array("all_gather", array, written=False)
         return backend.ops_of(array).empty((self.size, *array.shape), array.dtype)
 
-    def share(self, value: Any) -> list[Any]:
+    def share(self, value: Any, name: str = "") -> list[Any]:
         return [value] * self.size

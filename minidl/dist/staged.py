@@ -149,8 +149,8 @@ class StagedCommunicator:
     def barrier(self) -> None:
         self.host.barrier()
 
-    def share(self, value: Any) -> list[Any]:
-        return self.host.share(value)
+    def share(self, value: Any, name: str = "") -> list[Any]:
+        return self.host.share(value, name)
 
     def close(self) -> None:
         self.host.close()

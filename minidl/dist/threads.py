@@ -5,11 +5,31 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
 
 from minidl import checks
 from minidl.dist.communicator import Communicator
 
 _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+class Host(NamedTuple):
+    """A host: hosts of a cloud may all have one name, and differ by when they were booted."""
+
+    name: str
+    boot: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def this_host() -> Host:
+    """The one that this process runs on."""
+    with suppress(OSError):
+        return Host(socket.gethostname(), Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    return Host(socket.gethostname(), "")
 
 
 def available_cores() -> frozenset[int]:
@@ -37,14 +57,20 @@ def ranks_sharing_cores(comm: Communicator) -> int:
 
     All of its host under MPICH, which binds nothing; one where Open MPI bound each rank to its own core.
     """
-    places = comm.share((socket.gethostname(), available_cores()))
+    places = comm.share((this_host(), available_cores()))
     return count_sharing(places, comm.rank)
 
 
-def count_sharing(places: Sequence[tuple[str, frozenset[int]]], rank: int) -> int:
+def count_sharing(places: Sequence[tuple[Host, frozenset[int]]], rank: int) -> int:
     """The number of (host, cores) pairs that overlap with that of ``rank``."""
     host, cores = places[rank]
     return sum(other == host and bool(cores & theirs) for other, theirs in places)
+
+
+def told_threads() -> int | None:
+    """What OMP_NUM_THREADS asks for, of a list for nested loops the first; None where it does not say."""
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return int(first) or None if first.isdigit() else None
 
 
 def cap_threads(ranks_sharing: int) -> int:
@@ -56,8 +82,8 @@ def cap_threads(ranks_sharing: int) -> int:
     Raises:
         ImportError: when threadpoolctl is missing.
     """
-    if os.environ.get("OMP_NUM_THREADS", "").isdigit():
-        return int(os.environ["OMP_NUM_THREADS"])
+    if told := told_threads():
+        return told
     with checks.needs("sharing cores between ranks", "mpi"):
         from threadpoolctl import threadpool_limits
     threads = max(1, len(available_cores()) // ranks_sharing)

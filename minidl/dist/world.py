@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
+import signal
 import sys
+import threading
+from math import inf
 from types import ModuleType
 
 from minidl import checks
-from minidl.dist import abort
+from minidl.dist import abort, watchdog
 from minidl.dist.agree import by_value, require_same, together
 from minidl.dist.communicator import SOLO, Communicator
 from minidl.dist.elastic import require as require_tolerance
@@ -20,6 +24,7 @@ from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_co
 _DEVICES = ("auto", "cpu", "cuda")
 _ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say
+START_SECONDS = 60.0  # that ranks may come apart at least, whatever the watchdog's limit: some load from slower disks
 
 # Number of ranks as told by Open MPI, by MPICH, Intel MPI and others with its process manager, by MVAPICH2, and by
 # srun (SLURM_NTASKS is also set in a batch script's own single process, this one is not).
@@ -125,11 +130,12 @@ def _load_mpi(size: int) -> ModuleType:
     """The module ``mpi4py.MPI``, having joined the ``size`` ranks that were launched."""
     sleep_where_cores_are_short()
     try:
-        from mpi4py import MPI
+        MPI = _join_all_ranks_that_were_started()
     except (ImportError, RuntimeError) as error:
         extra = "mpi" if isinstance(error, ModuleNotFoundError) else "mpi-wheel"  # which brings an MPI library too
         what = f"this process was started as one of {size} ranks, and mpi4py, which joins them,"
         raise checks.missing_extra(what, extra, error) from error
+    _take_back_signals()
     library = MPI.Get_library_version().splitlines()[0].strip("\0 ,")
     if MPI.COMM_WORLD.size == 1:
         raise checks.order(
@@ -144,6 +150,29 @@ def _load_mpi(size: int) -> ModuleType:
             "use an MPI library built with it, and leave mpi4py.rc.thread_level alone",
         )
     return MPI
+
+
+def _join_all_ranks_that_were_started() -> ModuleType:
+    """mpi4py, whose import starts MPI, which returns when all ranks have come.
+
+    A rank that ended before it came is waited for without end, and MPICH's launcher does not tell. MPI keeps the
+    interpreter for itself meanwhile, so the end comes from `faulthandler`: it names this function.
+    """
+    seconds = max(watchdog.limit(), START_SECONDS)
+    if seconds < inf:
+        faulthandler.dump_traceback_later(seconds, exit=True, file=2)
+    try:
+        from mpi4py import MPI
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    return MPI
+
+
+def _take_back_signals() -> None:
+    """From MPICH, which takes SIGUSR1: the word of a batch system that time is up would be lost before training."""
+    handler = signal.getsignal(signal.SIGUSR1)
+    if handler is not None and threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGUSR1, handler)
 
 
 def _install(comm: MPICommunicator) -> None:

@@ -10,7 +10,6 @@ Without a usable cache they are measured each time.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -24,7 +23,7 @@ import numpy as np
 from minidl import cache
 from minidl.dist import SOLO, Communicator
 from minidl.dist.agree import on_rank_0
-from minidl.dist.threads import available_cores
+from minidl.dist.threads import available_cores, told_threads
 from minidl.profile.all_reduce import sweep
 from minidl.profile.results import machine_name, machine_record, rounded, write
 from minidl.profile.timing import Budget, HostTimer
@@ -127,8 +126,7 @@ def identity(ops: ModuleType, comm: Communicator) -> Record:
 
 def _threads() -> int:
     """CPU threads of this process, as `minidl.dist.threads.cap_threads` or the user chose."""
-    chosen = os.environ.get("OMP_NUM_THREADS", "")
-    return max(1, int(chosen)) if chosen.isdigit() else len(available_cores())
+    return told_threads() or len(available_cores())
 
 
 def cache_path(identity: Record, kind: str = "ceilings", more: str = "") -> Path:

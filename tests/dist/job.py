@@ -49,6 +49,7 @@ DIFFERENT_CALLS = {
     "other_dtype": ("all_reduce of 1000 float32", "all_reduce of 1000 int32"),
     "other_order": ("start_all_reduce of 1000 float32 (conv1)", "start_all_reduce of 1000 float32 (conv2)"),
     "other_call": ("all_reduce of 1000 float32", "share"),
+    "other_matter": ("share (plan)", "share (weights)"),
     "other_root": ("broadcast of 1000 float32 from rank 0", "broadcast of 1000 float32 from rank 1"),
     "blocking_or_not": ("start_all_reduce of 1000 float32", "all_reduce of 1000 float32"),
 }
@@ -63,6 +64,9 @@ DIFFERENT_MODELS = {
     "other_rows": "height=8 over 1 ranks",
     "filters_of_others": "ValueError: ranks differ in parameter plan, first in entry 3: on rank",
     "other_batch": "ValueError: ranks differ in training plan, first in entry",
+    "other_order_of_samples": "ValueError: ranks differ in training plan, first in entry 2: on rank",
+    "other_place_of_gradients": "ValueError: ranks differ in training plan, first in entry",
+    "other_weights_read": "ValueError: ranks differ in where training starts, first in entry 0: on rank",
     "other_number_of_steps": "ValueError: ranks differ in training plan, first in entry 0: on rank",
 }
 

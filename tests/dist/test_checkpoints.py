@@ -75,6 +75,15 @@ def test_another_number_of_ranks_goes_on_with_the_same_global_batch(tmp_path):
     assert any(np.abs(begun[name] - value).max() > 1e-3 for name, value in whole.items()), "the last epoch trained"
 
 
+def test_a_rank_that_never_has_a_sample_changes_nothing(tmp_path):
+    """Nor its running statistics, which are those of the beginning: three ranks train on batches of two as two do."""
+    options = "--model resnet20 --image-size 8 --samples 14 --batch 2".split()
+    two, three = (trained(tmp_path, f"of{ranks}", ranks, 1, *options)[0] for ranks in (2, 3))
+    assert any("running_var" in name for name in two)
+    for name, value in two.items():
+        np.testing.assert_allclose(three[name], value, rtol=2e-4, atol=2e-5, err_msg=name)
+
+
 @functools.cache
 def handed_on(number):
     """Whether this launcher hands a signal on to what it runs. (Open MPI 4.1.6 was seen not to hand on SIGUSR1.)"""

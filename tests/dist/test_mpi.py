@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 
 import pytest
@@ -181,3 +182,11 @@ def test_the_launcher_module_runs_a_script(tmp_path):
     done = job.run_command(command, tmp_path)
     assert done.status == 0, done.output
     assert len(done.answers) == 3 and f"3 ranks by {mpiexec.find().family}" in done.output
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "<&- >&- 2>&-"])
+def test_the_launcher_module_runs_ranks_where_streams_are_closed(closed, tmp_path):
+    """MPICH's launcher fails without its own."""
+    launch = [sys.executable, "-m", "minidl.launch", "-n", "2", str(job.WORKERS / "joining.py"), str(tmp_path), "once"]
+    done = job.run_command(["sh", "-c", f"exec {shlex.join(launch)} {closed}"], tmp_path)
+    assert done.status == 0 and len(done.answers) == 2, done.output

@@ -187,6 +187,11 @@ def other_call():
     comm.share(1) if misbehaves else comm.all_reduce(array)
 
 
+def other_matter():
+    """Both share something; what the one takes for a plan is another's weights."""
+    comm.share(1, "weights" if misbehaves else "plan")
+
+
 def blocking_or_not():
     comm.all_reduce(array) if misbehaves else comm.start_all_reduce(array).wait()
 
@@ -285,13 +290,18 @@ def filters_of_others():
     m.Model(graph, device=device, comm=comm)
 
 
-def _train(batch: int = 4, epochs: int = 1):
+def _train(batch: int = 4, epochs: int = 1, change=lambda model, optimizer: None, order=range(16)):
     """A run in which ranks may disagree about so much."""
-    samples = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3)
+    images, labels = data.dataset("synthetic", None, "train", n=16, shape=(4, 4, 1), num_classes=3).take(
+        np.array(order)
+    )
+    samples = data.ArrayDataset(images, labels, 3)
     loader = data.Loader(samples, batch, rank=comm.rank, size=comm.size)
     model = m.Model(models.mlp(3, (4, 4, 1)), device=device, comm=comm)
     loss = m.SoftmaxCrossEntropy(comm=comm)
-    Trainer(model, m.SGD(model, 0.1), loss, loader, schedule=lambda step: 0.1, epochs=epochs).fit()
+    optimizer = m.SGD(model, 0.1, 0.9)
+    change(model, optimizer)
+    Trainer(model, optimizer, loss, loader, schedule=lambda step: 0.1, epochs=epochs).fit()
 
 
 def other_batch():
@@ -301,6 +311,22 @@ def other_batch():
 
 def other_number_of_steps():
     _train(epochs=2 if misbehaves else 1)
+
+
+def other_order_of_samples():
+    """Each rank splits its data by chance: samples of one rank's training set are tested on another."""
+    _train(order=range(16)[:: -1 if misbehaves else 1])
+
+
+def other_place_of_gradients():
+    """One rank adds its gradients to the momentum: its messages would carry something else than those of the others."""
+    _train(change=lambda model, optimizer: optimizer.gradients_in_momentum() if misbehaves else None)
+
+
+def other_weights_read():
+    """One rank reads other weights into its model, which was made alike: as with files of several hosts."""
+    scale = 2 if misbehaves else 1
+    _train(change=lambda model, _: model.load_state_dict({k: v * scale for k, v in model.state_dict().items()}))
 
 
 def nan_on_one_rank():
