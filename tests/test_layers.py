@@ -21,6 +21,9 @@ SMOOTH = {
     "conv over channels, one rank": (lambda: m.layers.ChannelParallelConv2d(3, 4, 3, padding=1), [(2, 5, 6, 3)]),
     "conv transpose": (lambda: m.ConvTranspose2d(3, 4, 2, stride=2), [(2, 3, 4, 3)]),
     "conv transpose padded": (lambda: m.ConvTranspose2d(4, 2, 3, 2, 1, 1, groups=2), [(2, 3, 4, 4)]),
+    "conv transpose padded beyond its stride": (
+        lambda: m.ConvTranspose2d(4, 2, (2, 3), (1, 2), 0, (2, 3), dilation=(3, 4)), [(2, 1, 3, 4)],
+    ),
     "batch norm": (lambda: m.BatchNorm2d(3), [(4, 5, 3, 3)]),
     "batch norm of vectors": (lambda: m.BatchNorm2d(3), [(9, 3)]),
     "batch norm without affine": (lambda: m.BatchNorm2d(3, affine=False), [(4, 3, 3, 3)]),
