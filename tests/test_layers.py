@@ -98,6 +98,20 @@ def test_add_is_added_to_the_input_gradient(case, ops, rng):
     np.testing.assert_allclose(added, alone + add, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("case", SMOOTH)
+def test_overflow_and_nan_are_no_news(case, ops, dtype, rng):
+    """They are ordinary in training in 16 bits, where the loss scale reacts to them: nobody is warned (a warning is an
+    error here)."""
+    make, shapes = SMOOTH[case]
+    layer = make().to(ops.name, dtype)
+    for large in (np.nan, np.inf, -np.inf, 6e4):
+        inputs = [spread(rng, shape).astype(dtype) for shape in shapes]
+        for x in inputs:
+            x.reshape(-1)[-1:] = large
+        y = layer.forward(*map(ops.from_host, inputs))
+        layer.backward(y)
+
+
 def trained(ops, make, shape, frozen):
     """Gradients of the parameters and of the input, of a layer some of whose parameters are frozen."""
     graph = m.Graph()
