@@ -93,13 +93,11 @@ class Builder:
         return self.put(m.ReLU(), y)
 
     def dense(self, x):
-        """Two layers of a dense block, or a skip connection."""
+        """Two layers of a dense block."""
         for _ in range(2):
-            x = self.put(m.Concat(), x, self.put(m.Conv2d(x.shape[2], 4, 3, padding=1), self.composite_norm(x)))
+            y = self.put(m.ReLU(), self.put(m.BatchNorm2d(x.shape[2]), x))
+            x = self.put(m.Concat(), x, self.put(m.Conv2d(x.shape[2], 4, 3, padding=1), y))
         return x
-
-    def composite_norm(self, x):
-        return self.put(m.ReLU(), self.put(m.BatchNorm2d(x.shape[2]), x))
 
     def excitation(self, x):
         c = x.shape[2]
@@ -130,7 +128,7 @@ class Builder:
 
 def test_random_networks_have_every_layer():
     found = Counter(type(layer) for seed in SEEDS for layer in Builder(seed, "narrow").build().layers)
-    left_out = m.Dropout, m.StochasticDepth, m.LayerNorm  # which draw by name, or stand for nobody else here
+    left_out = m.Dropout, m.StochasticDepth, m.LayerNorm  # those draw by a model's seed; a group norm stands for it
     known = [kind for kind in vars(m.layers).values() if isinstance(kind, type) and kind.__name__ in m.__all__]
     assert {kind for kind in known if not found[kind]} == set(left_out)
 
@@ -139,7 +137,11 @@ def one_by_one(graph, ops, state, x, dy):
     """Output, gradients and buffers of a network by layers that stand alone; where several read a value, sums."""
     nodes, values = graph.nodes, [x]
     for node in nodes[1:]:
-        own = {name.removeprefix(f"{node.name}."): array for name, array in state.items() if f"{node.name}." in name}
+        own = {
+            name.removeprefix(f"{node.name}."): array
+            for name, array in state.items()
+            if name.startswith(f"{node.name}.")
+        }
         node.layer.to(ops.name).load_state_dict(own)
         values.append(node.layer.forward(*(values[i] for i in node.inputs)))
     gradients, found = [0.0] * (len(nodes) - 1) + [ops.to_host(dy)], {"y": ops.to_host(values[-1])}
@@ -173,7 +175,8 @@ def test_a_model_is_its_layers_one_after_the_other(seed, training, ops, rng):
     for layer in alone.layers:
         layer.training = training
     expected = one_by_one(alone, ops, state, ops.from_host(x), ops.from_host(dy))
-    given, y = ops.from_host(x), model.forward(ops.from_host(x), grad=True)
+    given = ops.from_host(x)
+    y = model.forward(given, grad=True)
     found = {"y": ops.to_host(y), "dx": ops.to_host(model.backward(ops.from_host(dy)))}
     for layer in model.layers:
         found |= {f"{layer.name}.{name}": ops.to_host(array) for name, array in of_parameters(layer).items()}
@@ -190,13 +193,12 @@ def moved(rng, name, array):
     """A state off its start, at which scales are one and shifts zero."""
     if array.ndim > 1:
         return array
-    return (
-        array * rng.uniform(0.5, 1.5, array.shape) + 0.1 * ("var" not in name) * rng.standard_normal(array.shape)
-    ).astype(np.float32)
+    shift = 0.0 if "var" in name else 0.1 * rng.standard_normal(array.shape)
+    return (array * rng.uniform(0.5, 1.5, array.shape) + shift).astype(np.float32)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "tf32x3", "bf16", "fp16"])
-@pytest.mark.parametrize("device", BUILT_IN)
+@pytest.mark.parametrize("device", ["A100", "RTX 3090", "H200"])  # others have the limits of one of these
 def test_kernels_of_random_networks_keep_to_the_limits_of_the_device(device, precision):
     """Grid, block and shared memory: the dry run itself asserts them."""
     for seed in SEEDS:
@@ -206,8 +208,7 @@ def test_kernels_of_random_networks_keep_to_the_limits_of_the_device(device, pre
             fusion.fuse(model, builder.plan())
             for size in (1, 33):
                 model.train(size > 1)
-                y = model.forward(
-                    model.ops.empty((size, *model.graph.nodes[0].shape), model.precision.storage), grad=True
-                )
+                x = model.ops.empty((size, *model.graph.nodes[0].shape), model.precision.storage)
+                y = model.forward(x, grad=True)
                 assert model.backward(y).shape[0] == size and [*model.arena.finished()]
         assert log.launches
