@@ -6,12 +6,14 @@ On whole numbers nothing is rounded, so every bit is that of the definition, wha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import numpy as np
 import pytest
 
 from minidl.cuda.convolution import conv2d_grouped
 from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests.convolutions import (
@@ -71,7 +73,8 @@ def test_groups_are_taken_where_they_fit():
         return {launch.name for launch in log.launches}
 
     for case in CASES:
-        assert all(conv2d_grouped.applies(plan_of(case), 1, back) for back in (False, True)), case.name
+        conv, device = plan_of(case), BUILT_IN["H200"]
+        assert all(conv2d_grouped.applies(conv, 1, back, device) for back in (False, True)), case.name
         # Some fill tiles of 64 columns, of Hopper or not.
         filled = {"1x1": "conv2d_kernel", "32": "conv2d_hopper_kernel", "stride-2-32": "conv2d_hopper_kernel"}
         wanted = filled.get(case.name, "conv2d_grouped_kernel")
@@ -87,6 +90,23 @@ def test_groups_are_taken_where_they_fit():
         Case("many-filters", (2, 9, 9, 160), (160, 3, 3), groups=2),
     ):
         assert kernels(other, bfloat16) == {"conv2d_kernel"}, other.name
+
+
+@pytest.mark.parametrize("device", BUILT_IN)
+def test_pixels_of_long_strides_are_left_to_others_where_they_do_not_fit(device):
+    """The dry run itself asserts that shared memory does; others have the same convolutions with less of a stride."""
+    from minidl import cuda as ops
+
+    for kernel, stride, groups, width in itertools.product((1, 3), (1, 3, 5, 8), (2, 16), (8, 48)):
+        channels = groups * width
+        case = Case("long", (64, 64, 64, channels), (channels, kernel, kernel), (stride, stride), groups=groups)
+        with dry_run(BUILT_IN[device]) as log:
+            x, w, dy = (ops.empty(shape, bfloat16) for shape in (case.x, case.w, case.y))
+            ops.conv2d(x, w, **case.options)
+            ops.conv2d_backward_data(dy, w, case.x, **case.options)
+            ops.conv2d_backward_weight(dy, x, **case.options, out=ops.empty(case.w, float32))
+        by_groups = any(launch.stem.startswith("conv2d_grouped") for launch in log.launches)
+        assert by_groups or width > 8 or stride > 1, case
 
 
 @cases(CASES)

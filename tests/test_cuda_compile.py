@@ -52,11 +52,12 @@ CONVOLUTIONS = [
     ((8, 28, 28, 7), 7, (3, 3), (2, 2), (1, 1), (1, 1), 7),
     ((512, 1, 1, 2048), 1000, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((64, 1, 1, 25088), 4096, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((33, 1, 1, 600001), 5, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((0, 8, 8, 16), 16, (3, 3), (1, 1), (1, 1), (1, 1), 1),
 ]
 
 
-def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False) -> None:
+def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=0) -> None:
     where = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
     w = ops.empty((filters, *kernel, x.shape[-1] // groups), x.dtype)
     bias, input_bias, db = parameters(filters, x.shape[-1], filters)
@@ -94,7 +95,7 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=False)
 
 
 def call_conv2d() -> None:
-    for dtype, tf32 in ((float32, False), (float32, True), (bfloat16, False), (float16, False)):
+    for dtype, tf32 in ((float32, 0), (float32, 1), (float32, 3), (bfloat16, 0), (float16, 0)):
         for shape, *rest in CONVOLUTIONS:
             if dtype == float16 and rest[-1] == 1:  # takes what bfloat16 takes; what lies below has it, too
                 continue
@@ -106,7 +107,7 @@ def call_conv2d() -> None:
             _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
     for name in TEXTBOOK:
         with family(name):
-            _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1, tf32=False)
+            _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1)
 
 
 # (N, H, W, C), K, kernel, stride, padding of images with few channels

@@ -21,6 +21,9 @@ SMOOTH = {
     "conv over channels, one rank": (lambda: m.layers.ChannelParallelConv2d(3, 4, 3, padding=1), [(2, 5, 6, 3)]),
     "conv transpose": (lambda: m.ConvTranspose2d(3, 4, 2, stride=2), [(2, 3, 4, 3)]),
     "conv transpose padded": (lambda: m.ConvTranspose2d(4, 2, 3, 2, 1, 1, groups=2), [(2, 3, 4, 4)]),
+    "conv transpose padded beyond its stride": (
+        lambda: m.ConvTranspose2d(4, 2, (2, 3), (1, 2), 0, (2, 3), dilation=(3, 4)), [(2, 1, 3, 4)],
+    ),
     "batch norm": (lambda: m.BatchNorm2d(3), [(4, 5, 3, 3)]),
     "batch norm of vectors": (lambda: m.BatchNorm2d(3), [(9, 3)]),
     "batch norm without affine": (lambda: m.BatchNorm2d(3, affine=False), [(4, 3, 3, 3)]),
@@ -93,6 +96,20 @@ def test_add_is_added_to_the_input_gradient(case, ops, rng):
     layer.forward(x)
     added = ops.to_host(layer.backward(dy, add=ops.from_host(add)))
     np.testing.assert_allclose(added, alone + add, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", SMOOTH)
+def test_overflow_and_nan_are_no_news(case, ops, dtype, rng):
+    """They are ordinary in training in 16 bits, where the loss scale reacts to them: nobody is warned (a warning is an
+    error here)."""
+    make, shapes = SMOOTH[case]
+    layer = make().to(ops.name, dtype)
+    for large in (np.nan, np.inf, -np.inf, 6e4):
+        inputs = [spread(rng, shape).astype(dtype) for shape in shapes]
+        for x in inputs:
+            x.reshape(-1)[-1:] = large
+        y = layer.forward(*map(ops.from_host, inputs))
+        layer.backward(y)
 
 
 def trained(ops, make, shape, frozen):

@@ -249,6 +249,20 @@ def test_ranks_are_joined_exactly(cpu_ops, rng):
     np.testing.assert_array_equal(parts[0].read(), whole.read())
 
 
+@pytest.mark.parametrize("case", LOSSES)
+@pytest.mark.parametrize("large", [np.nan, np.inf, -np.inf, 6e4])
+def test_overflow_and_nan_are_no_news(case, large, ops, dtype, rng):
+    """The loss scale reacts to them: nobody is warned (a warning is an error here)."""
+    make, labelled = LOSSES[case]
+    logits, labels = drawn(rng, ops, (4,), 3)
+    x = logits.astype(dtype)
+    x[0], x[1, 1] = large, large
+    shares = np.eye(3, dtype=f32 if case == "soft" else dtype)[labels]
+    loss = make()
+    loss.forward(ops.from_host(x), ops.from_host(labels if labelled else shares))
+    loss.backward()
+
+
 def test_intersection_over_union_of_classes():
     matrix = np.array([[3, 1, 0], [2, 4, 0], [0, 0, 0]])
     np.testing.assert_allclose(m.Confusion.iou(matrix), [3 / 6, 4 / 7, np.nan])

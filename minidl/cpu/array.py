@@ -14,6 +14,9 @@ from minidl.precision import bfloat16, float16, float32
 Array = np.ndarray
 
 _STORAGE = (float32, bfloat16, float16)
+# Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
+QUIET = np.errstate(over="ignore", invalid="ignore")
+
 _POOLED_BYTES = 1 << 16  # smaller arrays come and go within the C library's own heap without page faults
 
 

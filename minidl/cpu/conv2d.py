@@ -11,7 +11,7 @@ import numpy as np
 from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.activation import activate, relu_backward
-from minidl.cpu.array import Array, cast, contiguous, copy_into, empty, rows, write_gradient, zeros
+from minidl.cpu.array import QUIET, Array, cast, contiguous, copy_into, empty, rows, write_gradient, zeros
 from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
@@ -20,9 +20,6 @@ from minidl.shapes import Pair, ceil_div
 Norm = tuple[Array, Array, Array]  # moments, gamma, beta
 _SUM_ROWS = 2048  # rows of a partial channel sum; part of the order of summation
 _CONVERTED = 1 << 22  # elements of a 16-bit matrix converted to float32 at a time
-
-# Overflow and NaN are ordinary events in training (a loss scale reacts to them), not news.
-_QUIET = np.errstate(over="ignore", invalid="ignore")
 
 
 def _apply(plan: Plan, source: Array, filters: Array, out: Array, bias: Array | None, add: Array | None) -> Array:
@@ -64,7 +61,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
     return x_shape[1:3] == (1, 1) == filters[1:3] and padding == (0, 0) and groups == 1
 
 
-@_QUIET
+@QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     norm: Norm | None = None, relu: bool = False, tf32: bool = False, packed: bool = False, out: Array | None = None,
@@ -122,7 +119,7 @@ def conv2d_adds_spaced(
     return False
 
 
-@_QUIET
+@QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     bias: Array | None = None, add: Array | None = None, tf32: bool = False, out: Array | None = None,
@@ -196,7 +193,7 @@ def conv2d_backward_data_masked(
     return dx, batch_norm_backward_stats(dx, x, moments)
 
 
-@_QUIET
+@QUIET
 def conv2d_backward_weight(
     dy: Array, x: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
     accumulate: bool = False, norm: Norm | None = None, tf32: bool = False,
@@ -235,7 +232,7 @@ def conv2d_backward_weight(
     _conv2d.reduce(plan, units, _unit_channels(x), _unit_channels(dy), out, partial, scratch, accumulate)
 
 
-@_QUIET
+@QUIET
 def channel_sum(dy: Array, *, out: Array, accumulate: bool = False) -> None:
     """The gradient of a bias: ``out[c]`` = sum of ``dy[..., c]``.
 

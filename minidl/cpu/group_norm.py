@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _norm
-from minidl.cpu.array import Array, empty, rows_float32, stored, write_gradient
+from minidl.cpu.array import QUIET, Array, empty, rows_float32, stored, write_gradient
 from minidl.precision import float32
 from minidl.shapes import ceil_div
 
 _CHUNK = 256  # rows that are added at once; products in float32, then merged in float64
 
 
+@QUIET
 def group_norm_stats(x: Array, groups: int, *, eps: float) -> Array:
     """Moments (2, N, groups) float32 of ``x`` (N, ..., C): mean and 1 / sqrt(biased variance + eps) of each group."""
     v, n, pixels = samples(x)
@@ -47,6 +48,7 @@ def group_norm_apply(x: Array, moments: Array, gamma: Array | None = None, beta:
     return stored(y, x.shape, x.dtype)
 
 
+@QUIET
 def group_norm_backward_stats(
     dy: Array, x: Array, moments: Array, gamma: Array | None = None, *, dgamma: Array | None = None,
     dbeta: Array | None = None, accumulate: bool = False,
@@ -68,6 +70,7 @@ def group_norm_backward_stats(
     return (weighted.reshape(2, n, groups, channels // groups).sum(axis=3) / size).astype(float32)
 
 
+@QUIET
 def group_norm_backward_apply(
     dy: Array, x: Array, moments: Array, gamma: Array | None, sums: Array, *, add: Array | None = None
 ) -> Array:

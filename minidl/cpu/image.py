@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from minidl.cpu.array import Array, empty
+from minidl.cpu.array import QUIET, Array, empty
 from minidl.precision import float32
 
 
+@QUIET
 def normalise(images: Array, scale: Array, shift: Array, dtype) -> Array:
     """``images * scale + shift`` in float32, rounded to ``dtype``; a dense array.
 
@@ -21,9 +22,8 @@ def normalise(images: Array, scale: Array, shift: Array, dtype) -> Array:
     scale, shift = np.tile(scale, width), np.tile(shift, width)
     image = np.empty((height, width * channels), float32)
     out = empty((count, height, width * channels), dtype)
-    with np.errstate(over="ignore", invalid="ignore"):
-        for row, pixels in enumerate(images.reshape(out.shape)):
-            np.multiply(pixels, scale, out=image)
-            np.add(image, shift, out=image)
-            out[row] = image
+    for row, pixels in enumerate(images.reshape(out.shape)):
+        np.multiply(pixels, scale, out=image)
+        np.add(image, shift, out=image)
+        out[row] = image
     return out.reshape(images.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minidl.cpu import _loss
-from minidl.cpu.array import Array, contiguous, empty, rows_float32, stored, zeros
+from minidl.cpu.array import QUIET, Array, contiguous, empty, rows_float32, stored, zeros
 from minidl.precision import float32
 
 
@@ -57,6 +57,7 @@ def softmax_cross_entropy_backward(
     return stored(dx, logits.shape, logits.dtype)
 
 
+@QUIET
 def smoothed_cross_entropy(
     logits: Array, labels: Array, weights: Array | None = None, *, smoothing: float, ignore_index: int, top: int = 1
 ) -> tuple[Array, Array]:
@@ -91,6 +92,7 @@ def smoothed_cross_entropy(
     return totals, lse.astype(float32).reshape(labels.shape)
 
 
+@QUIET
 def smoothed_cross_entropy_backward(
     logits: Array, labels: Array, lse: Array, totals: Array, weights: Array | None = None, scale: Array | None = None,
     *, smoothing: float, ignore_index: int,

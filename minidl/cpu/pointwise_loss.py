@@ -7,12 +7,13 @@ from collections.abc import Callable
 import numpy as np
 
 from minidl import checks
-from minidl.cpu.array import Array, empty, flat_float32, stored
+from minidl.cpu.array import QUIET, Array, empty, flat_float32, stored
 from minidl.precision import float32
 
 _CHUNK = 1 << 16  # elements that are computed at a time, so that what is in between stays in the cache
 
 
+@QUIET
 def pointwise_loss(x: Array, target: Array, loss: str, a: float = 1.0, b: float = 0.0) -> Array:
     """Totals (2,) float64 over this rank's elements: sum of the terms, number of elements.
 
@@ -28,6 +29,7 @@ def pointwise_loss(x: Array, target: Array, loss: str, a: float = 1.0, b: float 
     return np.array([total, v.size], np.float64)
 
 
+@QUIET
 def pointwise_loss_backward(
     x: Array, target: Array, totals: Array, scale: Array | None, loss: str, a: float = 1.0, b: float = 0.0
 ) -> Array:

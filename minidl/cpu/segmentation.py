@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.cpu.array import QUIET, Array, empty, rows_float32, stored
 from minidl.cpu.loss import sorted_out
 from minidl.precision import float32
 
 
+@QUIET
 def dice_sums(p: Array, labels: Array, *, ignore_index: int) -> Array:
     """Sums over this rank's pixels, to be added over ranks: (3K + 1,) float64.
 
@@ -28,6 +29,7 @@ def dice_sums(p: Array, labels: Array, *, ignore_index: int) -> Array:
     return np.concatenate([hit, mass, np.bincount(label[valid], minlength=classes), [outside]]).astype(np.float64)
 
 
+@QUIET
 def dice_backward(
     p: Array, labels: Array, sums: Array, scale: Array | None = None, *, smooth: float, ignore_index: int
 ) -> Array:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from minidl.cpu.array import Array, empty, rows_float32, stored
+from minidl.cpu.array import QUIET, Array, empty, rows_float32, stored
 from minidl.precision import float32
 
 
@@ -15,6 +15,7 @@ def _shares(targets: Array, weights: Array | None, smoothing: float) -> Array:
     return u if weights is None else u * weights
 
 
+@QUIET
 def soft_cross_entropy(
     logits: Array, targets: Array, weights: Array | None = None, *, smoothing: float = 0.0
 ) -> tuple[Array, Array]:
@@ -38,6 +39,7 @@ def soft_cross_entropy(
     return totals, lse.astype(float32).reshape(logits.shape[:-1])
 
 
+@QUIET
 def soft_cross_entropy_backward(
     logits: Array, targets: Array, lse: Array, totals: Array, weights: Array | None = None, scale: Array | None = None,
     *, smoothing: float = 0.0,

@@ -306,14 +306,23 @@ class ConvTranspose2d(_Convolution):
             backward_weight=PassCost(product, (x + (y if self.biased else read)) * itemsize + 4 * w) + bias,
         )
 
+    @property
+    def _further(self) -> tuple[int, int, int, int]:
+        """As `pad2d` takes them, the pixels of zeros that the input gets: of an output padding of a stride or more the
+        matching convolution sees whole windows, which are to have their pixels."""
+        below, right = (extra // s for extra, s in zip(self.output_padding, self.stride, strict=True))
+        return 0, right, 0, below
+
     def compute(self, x: Any) -> Any:
-        place, below = None, {}
+        place, below, out, further = None, {}, self.output_shape(x.shape), self._further
         if isinstance(x, Value):
             place, x = x.place, materialize(self.ops, x)
-            below, x = self._below(x), x.array
+            below, x = {} if any(further) else self._below(x), x.array
+        if any(further):
+            x = self.ops.pad2d(x, further)
         self.save(x=x, **below)
         y = self.ops.conv2d_backward_data(
-            x, self.params["weight"], self.output_shape(x.shape), **self.geometry,
+            x, self.params["weight"], out, **self.geometry,
             bias=self.params.get("bias"), tf32=self.tf32, out=place,
         )  # fmt: skip
         return y if place is None else Value(y, buffer=place)
@@ -332,4 +341,5 @@ class ConvTranspose2d(_Convolution):
         kept, dy = self.saved(), finished(self.ops, dy)
         if self.masks and hasattr(kept, "below"):
             return self._masked(dy, kept, transposed=True)
-        return self.ops.conv2d(dy, self.params["weight"], **self.geometry, tf32=self.tf32)
+        dx, further = self.ops.conv2d(dy, self.params["weight"], **self.geometry, tf32=self.tf32), self._further
+        return self.ops.pad2d(dx, tuple(-side for side in further)) if any(further) else dx

@@ -54,13 +54,13 @@ def _families(question: Question, device: DeviceRecord) -> tuple[dict[str, bool]
     units = tf32 == 1 or code > 0  # matrix units would round float32
     wide, fastest = conv if backward else widened(conv, code), 0.0
     if weight:
-        grouped = conv2d_grouped.applies_to_weight(conv, code)
+        grouped = conv2d_grouped.applies_to_weight(conv, code, device)
         hopper = conv2d_weight_hopper.applies(wide, code, device, tf32)
         if hopper:
             fastest = min(by_hopper := conv2d_weight_tiles.microseconds(wide, tf32), _by_generic(wide, tf32))
         pays = hopper and by_hopper == fastest
     else:
-        grouped = conv2d_grouped.applies(conv, code, backward)
+        grouped = conv2d_grouped.applies(conv, code, backward, device)
         hopper = units and conv2d_hopper.applies(wide, code, backward, device)
         pays = conv2d_hopper.pays(wide, code, backward)
     stem = conv2d_stem.applies(conv, which, code, tf32)

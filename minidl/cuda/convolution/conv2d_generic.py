@@ -153,7 +153,10 @@ def _plan_gather(
     if not backward:
         vec_x = vec_w = min(vec_x, vec_w)
     counts = tuple(conv.images * h.count * w.count for h, w in classes)
-    tile = choose_tile(_tiles(itemsize, tf32, vec_x, vec_w), counts, columns, conv.groups, device, wanted)
+    tiles = _tiles(itemsize, tf32, vec_x, vec_w)
+    if tf32 == 3 and tiles is HALF_TILES:
+        tiles = NARROW_TILES  # what is left of operands takes the registers that twice the copies do
+    tile = choose_tile(tiles, counts, columns, conv.groups, device, wanted)
     stages = tile.pipeline(device)[0]
     height, width = (conv.out_height, conv.out_width) if backward else (conv.height, conv.width)
     images = max(tile.rows // (h.count * w.count) for h, w in classes) + 3  # that rows of one tile may come to lie in

@@ -12,6 +12,7 @@ from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument, struct
 from minidl.cuda.convolution.depthwise_strip import STRIPS, ages, aligned, place_of
+from minidl.cuda.device import DeviceRecord
 from minidl.cuda.rows import rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
@@ -73,14 +74,17 @@ class Units(NamedTuple):
         return {name.upper(): value for name, value in self._asdict().items()}
 
 
-def applies(conv: Convolution, code: int, backward: bool) -> bool:
-    """Whether the kernel does this: 16-bit types, several groups of several channels, no dilation, filters that fit."""
-    return _suits(conv, code) and _units(conv, backward) is not None
+def applies(conv: Convolution, code: int, backward: bool, device: DeviceRecord) -> bool:
+    """Whether the kernel does this: 16-bit types, several groups of several channels, no dilation, filters that fit
+    into registers, pixels under them into shared memory, of which long strides take much."""
+    units = _units(conv, backward) if _suits(conv, code) else None
+    return units is not None and _shared_bytes(conv, backward, units) <= device.shared_per_block
 
 
-def applies_to_weight(conv: Convolution, code: int) -> bool:
+def applies_to_weight(conv: Convolution, code: int, device: DeviceRecord) -> bool:
     """As `applies`, to the weight gradient."""
-    return _suits(conv, code) and _sets(conv) is not None
+    sets = _sets(conv) if _suits(conv, code) else None
+    return sets is not None and _weight_shared_bytes(conv, sets) <= device.shared_per_block
 
 
 def _suits(conv: Convolution, code: int) -> bool:
@@ -178,18 +182,17 @@ def plan(conv: Convolution, code: int, backward: bool, pitches: tuple[int, int])
         "STRIDE_W": conv.stride[1], "BACKWARD": int(backward), "WARPS_M": WARPS[0], "WARPS_N": WARPS[1],
         "STAGES": STAGES, "VEC_X": _vector_x(conv, backward, units), "VEC_Y": vec_y,
     }  # fmt: skip
-    shared = STAGES * _stage_bytes(conv, backward, units)
-    grid = slabs * blocks
+    grid, shared = slabs * blocks, _shared_bytes(conv, backward, units)
     name, threads = "conv2d_grouped_kernel", 32 * prod(WARPS)
     return Launched("conv2d_grouped", name, grid, threads, problem, defines | units.defines, shared)
 
 
-def _stage_bytes(conv: Convolution, backward: bool, units: Units) -> int:
+def _shared_bytes(conv: Convolution, backward: bool, units: Units) -> int:
     (step_h, step_w), sight = conv.stride, conv.kernel[1]
     if backward:
         step_h, step_w, sight = 1, 1, ceil_div(conv.kernel[1], conv.stride[1])
     parity = ceil_div((OCTET - 1) * step_w + sight, step_w)
-    return step_h * OCTETS * step_w * parity * 16 * (units.units * units.chunks | 1)
+    return STAGES * step_h * OCTETS * step_w * parity * 16 * (units.units * units.chunks | 1)
 
 
 def _items(conv: Convolution, backward: bool, slabs: int, wanted: int) -> tuple[tuple[int, ...], int]:
@@ -320,10 +323,13 @@ def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int]) -> tuple
         "DTYPE": code, "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1], "STRIDE_H": conv.stride[0],
         "STRIDE_W": conv.stride[1], "PAIRS": PAIRS, "STAGES": STAGES, "VEC_X": vec_x, "VEC_Y": vec_y,
     } | sets.defines  # fmt: skip
+    grid, name, shared = slabs * chunks, "conv2d_grouped_weight_kernel", _weight_shared_bytes(conv, sets)
+    return Launched("conv2d_grouped_weight", name, grid, sets.threads, problem, defines, shared), chunks
+
+
+def _weight_shared_bytes(conv: Convolution, sets: Sets) -> int:
     parity = ceil_div((OCTET - 1) * conv.stride[1] + conv.kernel[1], conv.stride[1])
     pixel_x, pixel_y = (
         16 * (sets.units * ceil_div(sets.bundle * channels, 8) | 1) for channels in (sets.group_in, sets.group_out)
     )
-    stage = 2 * PAIRS * (prod(conv.stride) * parity * pixel_x + OCTET * pixel_y)
-    grid, name = slabs * chunks, "conv2d_grouped_weight_kernel"
-    return Launched("conv2d_grouped_weight", name, grid, sets.threads, problem, defines, STAGES * stage + 32), chunks
+    return STAGES * 2 * PAIRS * (prod(conv.stride) * parity * pixel_x + OCTET * pixel_y) + 32

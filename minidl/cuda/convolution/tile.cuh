@@ -118,10 +118,8 @@ struct TileProduct {
         }
     }
 
-    // Words of float32 rounded to TF32; of three products also what is left.
     template <int COUNT>
-    static __device__ __forceinline__ void split(u32 (&words)[COUNT], u32 (&rest)[COUNT]) {
-        if constexpr (TF32 == 3) return split_to_tf32(words, rest);
+    static __device__ __forceinline__ void round(u32 (&words)[COUNT]) {
 #pragma unroll
         for (int e = 0; e < COUNT; ++e) words[e] = round_to_tf32(words[e]);
     }
@@ -147,27 +145,43 @@ struct TileProduct {
                 b[j][0] = pair[0], b[j][1] = pair[1], b[j + 1][0] = pair[2], b[j + 1][1] = pair[3];
             }
             if (depth == 0) meanwhile();
-#if DTYPE == 0
-            u32 a_rest[M][4], b_rest[N][2];
-#pragma unroll
-            for (int i = 0; i < M; ++i) split(a[i], a_rest[i]);
-#pragma unroll
-            for (int j = 0; j < N; ++j) split(b[j], b_rest[j]);
 #if TF32 == 3
+            // Small products first. What is left of the columns is held for two fragments at a time: registers are few.
+            u32 a_rest[M][4];
 #pragma unroll
-            for (int i = 0; i < M; ++i)
+            for (int i = 0; i < M; ++i) split_to_tf32(a[i], a_rest[i]);
 #pragma unroll
-                for (int j = 0; j < N; ++j) {
-                    multiply_fragments(total[i][j], a_rest[i], b[j]);
-                    multiply_fragments(total[i][j], a[i], b_rest[j]);
-                }
-#endif
+            for (int j = 0; j < N; j += 2) {
+                u32 b_rest[2][2];
+#pragma unroll
+                for (int k = 0; k < 2; ++k) split_to_tf32(b[j + k], b_rest[k]);
+#pragma unroll
+                for (int i = 0; i < M; ++i)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) multiply_fragments(total[i][j + k], a_rest[i], b[j + k]);
+#pragma unroll
+                for (int i = 0; i < M; ++i)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) multiply_fragments(total[i][j + k], a[i], b_rest[k]);
+#pragma unroll
+                for (int i = 0; i < M; ++i)
+#pragma unroll
+                    for (int k = 0; k < 2; ++k) multiply_fragments(total[i][j + k], a[i], b[j + k]);
+            }
+        }
+#else
+#if DTYPE == 0
+#pragma unroll
+            for (int i = 0; i < M; ++i) round(a[i]);
+#pragma unroll
+            for (int j = 0; j < N; ++j) round(b[j]);
 #endif
 #pragma unroll
             for (int i = 0; i < M; ++i)
 #pragma unroll
                 for (int j = 0; j < N; ++j) multiply_fragments(total[i][j], a[i], b[j]);
         }
+#endif
 #if TF32 == 3
 #pragma unroll
         for (int i = 0; i < M; ++i)

@@ -4,7 +4,7 @@
 // widen_kernel     output[row, c] = input[row, c], or 0 for c >= channels
 //   input    row * pitch + c                                   T
 //   output   (rows, wide) dense, wide a multiple of VEC        T
-//   One thread per vector of the output, blockIdx.y the vector of a row. Bytes: input and output once.
+//   One thread per vector of the output, in its order. Bytes: input and output once.
 // narrow_kernel    output[row, c] (+)= input[row, row / stretch % bundle * channels + c] for c < channels
 //   input    (rows, wide) dense                                float32
 //   output   (rows, channels) dense                            float32
@@ -16,9 +16,11 @@
 extern "C" __global__ void __launch_bounds__(256)
 widen_kernel(const T* __restrict__ input, T* __restrict__ output, i64 rows, int channels, int wide, i64 pitch) {
     await_predecessor();
-    const i64 row = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    const i64 index = i64(blockIdx.x) * blockDim.x + threadIdx.x;
+    const int vectors = wide / VEC;
+    const i64 row = vectors == 1 ? index : index / vectors;
     if (row >= rows) return;
-    const int first = blockIdx.y * VEC;
+    const int first = int(index - row * vectors) * VEC;
     const T* from = input + row * pitch + first;
     Raw<T, VEC> raw;
 #pragma unroll

@@ -30,7 +30,7 @@ def widen(x: Any, channels: int) -> Any:
     vec = min(channels & -channels, ACCESS // x.itemsize)
     sizes = np.int64(count), np.int32(few), np.int32(channels), np.int64(pitch)
     defines = {"DTYPE": dtype_code(x, "conv2d"), "VEC": vec}
-    grid = ceil_div(count, BLOCK), channels // vec
+    grid = ceil_div(count * (channels // vec), BLOCK)
     launch("widen", "widen_kernel", grid, BLOCK, x, y, *sizes, defines=defines)
     return y
 
