@@ -327,15 +327,14 @@ def _trained_once(a: argparse.Namespace, verb: Training) -> tuple[dict[str, floa
     train_set, test_set = _data_sets(a)
     model, optimizer, memory = _prepared(a, verb, comm, device, train_set)
     loaders = _loaders(a, train_set, test_set, comm, get_ops(device), model.precision.storage)
-    profile = _profile(a)
-    trainer = _trainer(a, verb, model, optimizer, loaders, _metrics(train_set, comm), profile)
+    trainer = _trainer(a, verb, model, optimizer, loaders, _metrics(train_set, comm), _profile(a))
     if a.resume is not None:
         trainer.resume(a.resume or a.output)
     if comm.rank == 0:
         _tell_start(a, trainer, len(train_set), memory)
     row = verb.fit(trainer, a)
     if row is not None and comm.rank == 0:
-        _finish(a, row, trainer, profile, verb.kept(a))
+        _finish(a, row, trainer, verb.kept(a))
     return row or {}, trainer
 
 
@@ -476,9 +475,7 @@ def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
     comm.barrier()
 
 
-def _finish(
-    a: argparse.Namespace, row: dict[str, float], trainer: Trainer, profile: TrainingProfile | None, kept: str
-) -> None:
+def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, kept: str) -> None:
     """The last lines: the figure, what was written, what to try next."""
     if trainer.stopped is not None:
         print(f"stopped by {trainer.stopped.name} after step {trainer.step}; the same with --resume goes on")
@@ -487,16 +484,16 @@ def _finish(
         print(f"nothing left to do: {trainer.ended}; raise --patience to go on")
         return
     if not row:
-        remedy = f"raise --epochs to go on{', with' if kept else ''}{kept}"
-        print(f"nothing left to do: {a.output} is at epoch {trainer.train_loader.epoch}; {remedy}")
+        at = f"{a.output} is at epoch {trainer.train_loader.epoch}"
+        print(f"nothing left to do: {at}; raise --epochs to go on{kept and f', with{kept}'}")
         return
     if trainer.ended is not None:
         print(f"ended after epoch {row['epoch'] + 1}: {trainer.ended}")
     for name in ("test_accuracy", *trainer.metrics):
         print(f"{name.replace('_', ' ')} {row[name]:.4f}")
     print(f"wrote {Path(a.output) / 'metrics.csv'}, metrics.jsonl and checkpoints beside them")
-    if profile is not None:
-        told = f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short
-        print(told)
+    profile = trainer.profile
+    if isinstance(profile, TrainingProfile):
+        print(f"wrote {profile.path}: minidl bench show, minidl plot" if profile.written else profile.too_short)
     predict = f"minidl predict {a.output} IMAGES applies the network"
     print(f"next: the same with --epochs {2 * a.epochs}{kept} --resume trains on; {predict}")

@@ -33,7 +33,9 @@ def test_the_energy_of_each_pass_is_about_its_time_times_a_boards_power(cuda_ops
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(("model", "batch", "eager"), [("resnet50", 64, 0.80), ("resnet50", 256, 0.95), ("unet", 32, 0.95)])
+@pytest.mark.parametrize(
+    ("model", "batch", "eager"), [("resnet50", 64, 0.80), ("resnet50", 256, 0.95), ("unet", 32, 0.95)]
+)
 def test_a_gpu_network_closes_eager_and_captured(model, batch, eager, cuda_ops):
     """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; a U-Net keeps the GPU busy."""
     found = bench_network(Setup(model, batch, "bf16", "cuda"), SOLO, None, isolated=False, seconds=1.0)
