@@ -114,7 +114,10 @@ class LimitedMemory:
             if not variants:
                 expected = "one for this model, batch and GPU"
                 raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
-        return self._fastest_of(variants, self.limit - self._options["reserve"])
+        script, budget = self._fastest_of(variants, self.limit), self._host_budget()
+        if ready is None and budget is not None and script.host_bytes > budget:
+            return self._fastest_of(variants, self.limit, budget)
+        return script
 
     def _fastest_of(self, variants: Sequence[Recording], limit: int, host_bytes: int | None = None) -> Script:
         found, errors = [], []
@@ -148,15 +151,18 @@ class LimitedMemory:
             optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
             self.store.settle = partial(optimizer.host_momentum, ())
 
-    def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
+    def _script(self, recording: Recording, limit: int, host_bytes: int | None) -> Script:
+        """Within a limit that counts what is reserved for others."""
         trace, times = recording.trace, self._times(recording.trace)
-        ready = self._options["plan"]
+        ready, reserve = self._options["plan"], self._options["reserve"]
         if ready is not None and ready.trace == trace.digest:
-            return self._ready(recording, dataclasses.replace(ready, capacity=limit))
+            return self._ready(recording, dataclasses.replace(ready, capacity=limit - reserve))
 
-        options = {name: self._options[name] for name in ("least", "rebuild")}
-        planner = StepPlanner(trace, times, self._link, host_bytes=host_bytes, **options)
-        script = fitted(recording, limit, lambda capacity: planner.best(capacity)[0])
+        # What may leave of the largest batch may leave of a smaller one.
+        least = self._options["least"] * trace.facts["batch"] // self._batch
+        options = {"least": least, "rebuild": self._options["rebuild"], "host_bytes": host_bytes}
+        planner = StepPlanner(trace, times, self._link, **options)
+        script = fitted(recording, limit - reserve, planner, reserve)
         check(trace, script.plan)
         return script
 
@@ -175,8 +181,9 @@ class LimitedMemory:
         variants = [recording]
         if self.script.trace.visitors:  # the momentum stays where it is
             variants = [variant for variant in self._variants(recording) if variant.trace.visitors]
+        limit = engine.arena_bytes + outside(variants[0]) + self._options["reserve"]
         try:
-            return self._fastest_of(variants, engine.arena_bytes + outside(variants[0]), engine.host_bytes)
+            return self._fastest_of(variants, limit, engine.host_bytes)
         except Infeasible as error:
             remedy = "drop the last batch, or make batches of one size"
             expected = "a batch that fits into the memory planned for the largest"
