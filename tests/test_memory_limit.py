@@ -207,6 +207,35 @@ def test_a_plan_made_before_is_taken_and_another_limit_replaces_it(bench):
         assert model.store.saved_bytes
 
 
+def test_memory_that_is_replaced_or_released_is_free_whoever_still_holds_it(bench):
+    """Both arenas at once might be more than the GPU has; and a step in the old one would run without a plan."""
+    context, make = bench
+    with context():
+        model, old = _limited("60%", make)
+        _train(model, old, 8)
+        engine = weakref.ref(old.store.engine)
+        made = []
+
+        def making(*sizes):
+            assert engine() is None, "given back before the new one is taken"
+            made.append(make(*sizes))
+            return made[-1]
+
+        memory = limit_memory(model, 8, "70%", engine=making, least=2048)
+        with pytest.raises(RuntimeError, match=r"given back; plan again: limit_memory\(...\)"):
+            _train(model, old, 8)
+        old.release()
+        _train(model, memory, 8)
+        with pytest.raises(RuntimeError, match="given back within a step"), memory.step(8):
+            memory.release()
+        _train(model, memory, 8)
+        for _ in range(2):
+            memory.release()
+        assert type(model.store) is TensorStore
+        with pytest.raises(RuntimeError, match="given back"):
+            _train(model, memory, 8)
+
+
 def test_a_step_that_is_not_the_planned_one_is_refused(bench):
     context, make = bench
     with context():

@@ -83,10 +83,13 @@ class LimitedMemory:
 
         Raises:
             ValueError: for more samples than were planned for.
+            RuntimeError: after `release`, or another limit for the model.
         """
         return self.store.step(self._batch if samples is None else samples)
 
     def _script_for(self, samples: int) -> Script:
+        if samples == 0:
+            return self.script
         if samples not in self._scripts:
             if not 1 <= samples <= self._batch:
                 remedy = "limit_memory with the largest batch"
@@ -95,11 +98,10 @@ class LimitedMemory:
         return self._scripts[samples]
 
     def release(self) -> None:
-        """Give the memory back: the model keeps everything again, as without a limit."""
-        if self._model.store is self.store:  # not another limit's
+        """Give the memory back: the model keeps everything again, as without a limit. Another limit has done so."""
+        if self._model.store is self.store:
             _release(self._model)
         self._scripts.clear()
-        del self.store
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -331,5 +333,5 @@ def _attach(model: Model, store: TensorStore) -> None:
 
 def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
-        model.store.settle()
+        model.store.close()
         _attach(model, TensorStore())
