@@ -303,9 +303,10 @@ def test_the_fusion_that_is_predicted_fastest_within_the_limit_is_taken():
         assert memory.limit == alone["auto"][0] and model.fusion == fuse(model, fastest)
         _train(model, memory, 64)
         fuse(model, "gradients")
-        with pytest.raises(Infeasible):
-            limit_memory(model, 64, 1000, fusions=("auto", "none"), **options)
-        assert model.fusion == fuse(model, "gradients")
+        for refused in (1000, "no"):
+            with pytest.raises(ValueError, match="limit"):
+                limit_memory(model, 64, refused, fusions=("auto", "none"), **options)
+            assert model.fusion == fuse(model, "gradients")
 
 
 class _Live:

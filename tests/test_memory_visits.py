@@ -221,6 +221,15 @@ def test_smaller_batches_fit_into_a_tight_limit(small, precision):
                 pass
 
 
+def test_an_optimizer_without_momentum_is_planned_without(small):
+    with dry_run():
+        model = m.Model(_network(), device="cuda", group_bytes=0)
+        optimizer = m.SGD(model, 0.1)
+        optimizer.update_in_backward()
+        memory = limit_memory(model, 64, 1.0, engine=DryEngine, least=2048, optimizer=optimizer)
+        assert not memory.script.trace.visitors and not memory.script.trace.resident_bytes["momentum"]
+
+
 def _deep() -> m.Graph:
     """`_network` over more convolutions, so that momentum of its dense layer is in the way of theirs."""
     graph = m.Graph()

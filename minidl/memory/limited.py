@@ -257,7 +257,7 @@ def limit_memory(
     Args:
         batch: most samples of a step.
         limit: ``"8GB"``, ``"7.5GiB"``, bytes; ``"25%"`` or 0.25 of what a step needs without a limit.
-        momentum: 0 if the optimizer keeps no state.
+        momentum: 0 if the optimizer keeps no state; that of ``optimizer``, if it is given.
         rebuild: False only moves tensors.
         host_limit: bytes that may lie on the host; default: what the system leaves, shared by the host's ranks.
         times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
@@ -285,6 +285,8 @@ def limit_memory(
     if optimizer is not None and (optimizer.model is not model or not model.arena.slots):
         expected = "the model's, after update_in_backward()"
         raise checks.bad_value("memory", "optimizer", expected, "another", "leave optimizer= out")
+    if optimizer is not None and optimizer.velocity is None:
+        momentum = 0.0
     options = {
         "momentum": momentum, "rebuild": rebuild, "host_limit": host_limit, "times": times, "link": link,
         "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
@@ -300,7 +302,18 @@ def _fused(
     model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
-    before, found, tried, errors = model.fusion, {}, [], []
+    before = model.fusion
+    try:
+        return _fastest_fused(model, batch, limit, fusions, options)
+    except ValueError:
+        fuse(model, before if before is not None else "none")
+        raise
+
+
+def _fastest_fused(
+    model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
+) -> LimitedMemory:
+    found, tried, errors = {}, [], []
     for how in fusions:
         fused = fuse(model, how)
         if fused in tried:
@@ -317,7 +330,6 @@ def _fused(
     fastest = min(found, key=lambda how: found[how].predicted.total_ms) if found else None
     fastest = model.comm.share(fastest)[0]
     if fastest not in found:
-        fuse(model, before if before is not None else "none")
         other = Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
         raise smallest(errors) if errors else other
     fuse(model, fastest)
