@@ -81,7 +81,7 @@ class Layer(checks.Told):
         self.buffer_specs: dict[str, np.ndarray] = {}
         self._bound = False  # part of a model, which then counts the steps and owns the arena
         self._arena: Arena | None = None  # only a layer that works alone owns one
-        self._grad_enabled = True
+        self.keeps = True  # in the latest forward pass, what backward needs
         self._again = False  # within `rerun`
         self._has_saved = False  # in this forward pass
         self._taken: SimpleNamespace | None = None
@@ -161,7 +161,7 @@ class Layer(checks.Told):
 
     def save(self, **items: Any) -> None:
         """Keep arrays and facts for the backward pass: the only road to the store."""
-        if self._grad_enabled and not self._again:
+        if self.keeps and not self._again:
             self.store.save(self.name, items)
             self._has_saved = True
 
@@ -233,7 +233,7 @@ class Layer(checks.Told):
         if self.folded is not None and (grad or self.training):
             raise checks.order(self.name, "is folded for inference", "call model.train(), or forward(..., grad=False)")
         arrays = self._enter(x)
-        self._grad_enabled = grad
+        self.keeps = grad
         if grad:
             self._kept = self._checked
         if grad and not self._bound:

@@ -22,7 +22,7 @@ from minidl.dist.communicator import Communicator, by_kernels
 from minidl.dist.world import given
 from minidl.graph import Graph, Node
 from minidl.layer import Layer
-from minidl.layers.join import leave_strided, share_buffers, sum_for_biases
+from minidl.layers.join import leave_strided, leave_sums, share_buffers, sum_for_biases
 from minidl.layers.pool2d import pool_beside
 from minidl.messages.factors import most_rows
 from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
@@ -35,7 +35,7 @@ from minidl.random import RandomCounter
 from minidl.segments import by_name, flattened
 from minidl.store import TensorStore
 from minidl.summary import Summary, summarize
-from minidl.value import Value, addend, finished, materialize
+from minidl.value import MaskedGradient, Value, finished, materialize
 
 
 class Model(checks.Told):
@@ -110,6 +110,7 @@ class Model(checks.Told):
             layer.bind(self.arena, self.ops, **services)
         self._places = share_buffers(graph)
         leave_strided(graph)
+        leave_sums(graph)
         pool_beside(graph)
         sum_for_biases(graph)
         if message_dtype not in ("fp32", "bf16"):
@@ -216,7 +217,7 @@ class Model(checks.Told):
                 left[i] -= 1
                 if left[i] == 0:
                     values[i] = None
-        return materialize(self.ops, values[self.output_node.index]).array
+        return self._filled(self.output_node.index, values[self.output_node.index]).array
 
     def _run(self, node: Node, values: list[Value | None], grad: bool) -> Value:
         """One layer on its inputs, which are filled in first unless the layer takes them unfinished."""
@@ -227,9 +228,16 @@ class Model(checks.Told):
             y = layer.forward(*(values[i] for i in node.inputs), grad=grad)
         else:
             for i in node.inputs:
-                values[i] = materialize(self.ops, values[i])
+                values[i] = self._filled(i, values[i])
             y = layer.forward(*(values[i].array for i in node.inputs), grad=grad)
         return y if isinstance(y, Value) else Value(y)
+
+    def _filled(self, index: int, value: Value) -> Value:
+        """``value`` of a node with its array; where that is owed, making it is work of the node's forward pass."""
+        if value.array is not None:
+            return value
+        with self.profiler.span(self.graph.nodes[index].name, "forward"):
+            return materialize(self.ops, value)
 
     def _with_place(self, node: Node, values: list[Value | None]) -> list[Value | None]:
         """``values`` with a note for a convolution where its output is to lie, if there is a buffer."""
@@ -274,11 +282,13 @@ class Model(checks.Told):
             layer, dy = node.layer, grads[node.index]
             grads[node.index] = None
             if not layer.accepts_masked:
-                dy = finished(self.ops, dy)
+                dy = self._finished(node, dy)
             layer.needs_input_grad = self._needs_input_grad[node.index]
             self.arena.reach(layer.name)
             single = node.inputs[0] if len(node.inputs) == 1 else None
-            add = addend(self.ops, layer, grads[single]) if single is not None else None
+            add = grads[single] if single is not None else None
+            if not isinstance(add, layer.accepts_owed):
+                add = self._finished(node, add)
             dx = layer.backward(dy, add=add)
             self.arena.make_room()
             if not layer.needs_input_grad:
@@ -288,7 +298,14 @@ class Model(checks.Told):
             else:
                 self._spread(node, dx, grads)
         self.arena.reach(None)
-        return finished(self.ops, grads[0]) if self.input_grad else None
+        return self._finished(self.graph.nodes[1], grads[0]) if self.input_grad else None
+
+    def _finished(self, node: Node, gradient: Any) -> Any:
+        """A gradient as an array; where something is owed, doing it is work of the backward pass of ``node``."""
+        if not isinstance(gradient, MaskedGradient) or gradient.array is not None:
+            return finished(self.ops, gradient)
+        with self.profiler.span(node.name, "backward_data"):
+            return finished(self.ops, gradient)
 
     def _spread(self, node: Node, dx: Sequence[Any], grads: list[Any]) -> None:
         """Add the gradients of a join's inputs to what other readers contributed."""

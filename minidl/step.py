@@ -13,6 +13,8 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile import Profiler
 
+_ALIGNED = 16  # bytes: the widest load of a kernel
+
 
 class EagerStep:
     """Runs training steps operation by operation.
@@ -64,9 +66,23 @@ class EagerStep:
         rows = ops.empty((len(parts), *count.shape), np.float64)
         for i, (begin, end) in enumerate(parts):
             ends = {"first": i == 0, "last": i == len(parts) - 1}
-            totals = self.part(images[begin:end], labels[begin:end], first_sample + begin, count, **ends)
+            cut = (self._cut(array, begin, end) for array in (images, labels))
+            totals = self.part(*cut, first_sample + begin, count, **ends)
             ops.copy_into(rows[i], totals.array)
         return Totals(ops, rows, self.num_classes, self.loss)
+
+    def _cut(self, array: Any, begin: int, end: int) -> Any:
+        """Samples ``begin`` to ``end``, on a GPU at an address as good as that of a whole batch.
+
+        By it kernels choose the width of their loads, and some copy what lies badly: a step in planned memory asks for
+        what it was planned with.
+        """
+        part = array[begin:end]
+        if self.model.ops.name == "cpu" or begin * array.strides[0] % _ALIGNED == 0:
+            return part
+        copy = self.model.ops.empty(part.shape, part.dtype)
+        self.model.ops.copy_into(copy, part)
+        return copy
 
     def parts(self, samples: int) -> list[tuple[int, int]]:
         """Where the micro-batches of so many samples begin and end; as many on all ranks."""

@@ -49,12 +49,14 @@ def random_trace(
 def small_graph(name: str, image: int, *, width: int = 8) -> m.Graph:
     """A library model, a U-Net of ``width``, or "mixed": dropout, a view, a dense join and linear layers in one; or
     "bare": convolutions and ReLUs without batch norms, with a pooling; or "dense": dense layers whose joins share a
-    buffer.
+    buffer; or "gated": inverted residuals with squeeze and excitation.
     """
     if name == "unet":
         return models.build(name, (image, image, 3), 2, width=width, depth=3)
     if name == "dense":
         return _dense_graph(image, width)
+    if name == "gated":
+        return _gated_graph(image, width)
     if name not in ("mixed", "bare"):
         return models.build(name, (image, image, 3), 10)
     graph = m.Graph()
@@ -90,6 +92,24 @@ def _dense_graph(image: int, width: int) -> m.Graph:
         x = m.AvgPool2d(2, name=f"pool_{block}")(x)
     x = m.Flatten(name="flat")(m.AdaptiveAvgPool2d(1, name="pool")(x))
     return graph.output(m.Linear(x.shape[-1], 10, name="linear")(x))
+
+
+def _gated_graph(image: int, width: int) -> m.Graph:
+    """Blocks as in an EfficientNet: SiLUs over batch norms, gates, and sums that several layers read."""
+    graph = m.Graph()
+    x = m.Conv2d(3, width, 3, padding=1, bias=False, name="stem")(graph.input((image, image, 3)))
+    x = m.BatchNorm2d(width, name="norm")(x)
+    for i in range(3):
+        with m.scope(f"{i}"):
+            y = m.Conv2d(width, 2 * width, 1, bias=False, name="wide")(x)
+            y = m.SiLU(name="act1")(m.BatchNorm2d(2 * width, name="norm1")(y))
+            y = m.Conv2d(2 * width, 2 * width, 3, padding=1, groups=2 * width, bias=False, name="depth")(y)
+            y = m.SiLU(name="act2")(m.BatchNorm2d(2 * width, name="norm2")(y))
+            y = models.squeeze_excitation(y, width // 2, activation=m.SiLU)
+            y = m.BatchNorm2d(width, name="norm3")(m.Conv2d(2 * width, width, 1, bias=False, name="narrow")(y))
+            x = m.Add(name="add")(x, y)
+    x = m.Flatten(name="flat")(m.AdaptiveAvgPool2d(1, name="pool")(x))
+    return graph.output(m.Linear(width, 10, name="linear")(x))
 
 
 @functools.cache

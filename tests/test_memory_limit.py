@@ -207,6 +207,35 @@ def test_a_plan_made_before_is_taken_and_another_limit_replaces_it(bench):
         assert model.store.saved_bytes
 
 
+def test_memory_that_is_replaced_or_released_is_free_whoever_still_holds_it(bench):
+    """Both arenas at once might be more than the GPU has; and a step in the old one would run without a plan."""
+    context, make = bench
+    with context():
+        model, old = _limited("60%", make)
+        _train(model, old, 8)
+        engine = weakref.ref(old.store.engine)
+        made = []
+
+        def making(*sizes):
+            assert engine() is None, "given back before the new one is taken"
+            made.append(make(*sizes))
+            return made[-1]
+
+        memory = limit_memory(model, 8, "70%", engine=making, least=2048)
+        with pytest.raises(RuntimeError, match=r"given back; plan again: limit_memory\(...\)"):
+            _train(model, old, 8)
+        old.release()
+        _train(model, memory, 8)
+        with pytest.raises(RuntimeError, match="given back within a step"), memory.step(8):
+            memory.release()
+        _train(model, memory, 8)
+        for _ in range(2):
+            memory.release()
+        assert type(model.store) is TensorStore
+        with pytest.raises(RuntimeError, match="given back"):
+            _train(model, memory, 8)
+
+
 def test_a_step_that_is_not_the_planned_one_is_refused(bench):
     context, make = bench
     with context():
@@ -274,9 +303,10 @@ def test_the_fusion_that_is_predicted_fastest_within_the_limit_is_taken():
         assert memory.limit == alone["auto"][0] and model.fusion == fuse(model, fastest)
         _train(model, memory, 64)
         fuse(model, "gradients")
-        with pytest.raises(Infeasible):
-            limit_memory(model, 64, 1000, fusions=("auto", "none"), **options)
-        assert model.fusion == fuse(model, "gradients")
+        for refused in (1000, "no"):
+            with pytest.raises(ValueError, match="limit"):
+                limit_memory(model, 64, refused, fusions=("auto", "none"), **options)
+            assert model.fusion == fuse(model, "gradients")
 
 
 class _Live:

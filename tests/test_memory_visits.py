@@ -12,6 +12,7 @@ import minidl as m
 from minidl import models
 from minidl.compile import CompiledStep
 from minidl.cuda.launch import dry_run
+from minidl.dist.simulated import ImaginedCommunicator
 from minidl.memory import Infeasible, Race, best, check, limit_memory, pin, problem, program, record, timeline, validate
 from minidl.memory.execute import ScriptedStore
 from minidl.memory.record import blank, record_step
@@ -218,6 +219,51 @@ def test_smaller_batches_fit_into_a_tight_limit(small, precision):
         for samples in range(1, 64):
             with memory.step(samples):
                 pass
+
+
+def test_an_optimizer_without_momentum_is_planned_without(small):
+    with dry_run():
+        model = m.Model(_network(), device="cuda", group_bytes=0)
+        optimizer = m.SGD(model, 0.1)
+        optimizer.update_in_backward()
+        memory = limit_memory(model, 64, 1.0, engine=DryEngine, least=2048, optimizer=optimizer)
+        assert not memory.script.trace.visitors and not memory.script.trace.resident_bytes["momentum"]
+
+
+def _deep() -> m.Graph:
+    """`_network` over more convolutions, so that momentum of its dense layer is in the way of theirs."""
+    graph = m.Graph()
+    y = graph.input((32, 32, 3))
+    for i in range(6):
+        y = m.ReLU(name=f"r{i}")(m.Conv2d(y.shape[-1], 8, 3, padding=1, name=f"conv{i}")(y))
+    y = m.ReLU(name="relu")(m.Linear(8 * 32 * 32, 300, name="fc1")(m.Flatten()(y)))
+    return graph.output(m.Linear(300, 10, name="fc2")(y))
+
+
+def test_a_rank_without_samples_updates_momentum_that_is_on_the_host(small):
+    """One that got none of a last batch: nothing is planned for it, but sums of gradients come, and go into weights."""
+    comm = ImaginedCommunicator(2)
+    with dry_run() as log:
+        model = m.Model(_deep(), device="cuda", group_bytes=0, comm=comm)
+        optimizer, loss = m.SGD(model, 0.1, 0.9), m.SoftmaxCrossEntropy(comm=comm)
+        optimizer.update_in_backward(1)
+        options = {"engine": DryEngine, "least": 2048, "optimizer": optimizer}
+        with pytest.raises(Infeasible) as told:
+            limit_memory(model, 256, 1000, **options)
+        memory = limit_memory(model, 256, told.value.needed, **options)
+        (i,), engine = memory.script.trace.visitors, memory.store.engine
+        step = EagerStep(model, optimizer, loss)
+        log.watcher = judge = Judge(engine)
+        for samples in (256, 0, 0, 7, 256):
+            begin, before = len(engine.calls), len(judge.kernels)
+            step(model.ops.zeros((samples, 32, 32, 3), np.dtype("f4")), model.ops.zeros((samples,), np.dtype("i4")))
+            place = memory.script.host[i], memory.script.trace.tensors[i].bytes
+            copies = [call[0] for call in engine.calls[begin:] if call[2:] == place]
+            assert copies == ["copy_in", "copy_out"]
+            met = [own[2][0] for name, own in judge.kernels[before:] if name == "sgd_update" and own[2] is not None]
+            assert len(met) == 1, "the update of the large layer, in the arena"
+        tags = {own[2][0] for name, own in judge.kernels if name == "sgd_update" and own[2] is not None}
+        assert len(tags) == 1, "always the same content"
 
 
 @pytest.mark.parametrize("device", ["shapes", CUDA])

@@ -62,7 +62,7 @@ class ReLU(Layer):
             rectified = x.origin is not None and x.origin.relu
             y = x.array if rectified else self.ops.relu(x.array)
             self.save(finished=False, **({} if self.masks else {"y": y}))
-            return Value(y, origin=Origin((), relu=True, owner=self.name)) if self._grad_enabled else y
+            return Value(y, origin=Origin((), relu=True, owner=self.name)) if self.keeps else y
         done = Value(origin=replace(x.origin, relu=True, owner=self.name))
         first, *others = x.origin.terms
         if not others and isinstance(first, Normalized):
@@ -71,11 +71,11 @@ class ReLU(Layer):
             self.save(raw=first.raw, moments=first.moments, affine=affine, finished=True)
             if self.deferred:
                 return done
-            done = self._finished(first, done) if self._grad_enabled else materialize(self.ops, done)
+            done = self._finished(first, done) if self.keeps else materialize(self.ops, done)
         else:
             done = materialize(self.ops, done)
             self.save(y=done.array if done.signs is None else done.signs, finished=True)
-        return done if self._grad_enabled else done.array
+        return done if self.keeps else done.array
 
     def _finished(self, term: Normalized, done: Value) -> Value:
         """``done`` with its array, in a buffer if there is to be room beside it, and pooled for who asked for it."""

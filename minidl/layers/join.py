@@ -27,12 +27,13 @@ from minidl.value import (
 class Add(Layer):
     """Sum of two inputs of one shape: the join of a residual block. Both gradients are ``dy`` itself.
 
-    A sum of unfinished batch norms is left unfinished too.
+    A sum of unfinished batch norms is left unfinished too, for a reader that does more in the same pass.
     """
 
     num_inputs = 2
     accepts_unfinished = True
     accepts_masked = True
+    left = True  # whether there is such a reader (`leave_sums`)
 
     def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         if a != b:
@@ -46,7 +47,8 @@ class Add(Layer):
     def compute(self, *inputs: Any) -> Any:
         terms = [term for x in inputs for term in self._terms(x)]
         if any(isinstance(term, Normalized) for term in terms):
-            return Value(origin=Origin(tuple(terms)))
+            owed = Value(origin=Origin(tuple(terms)))
+            return owed if self.left else materialize(self.ops, owed).array
         return self.ops.add(*terms)
 
     def _terms(self, x: Any) -> tuple[Any, ...]:
@@ -206,6 +208,18 @@ def sum_for_biases(graph: Graph) -> None:
             above = only_reader(above)
         if above is not None and type(above.layer) is Conv2d:
             above.layer.sums = True
+
+
+def leave_sums(graph: Graph) -> None:
+    """Let each residual sum leave itself unfinished where a ReLU or another sum alone reads it.
+
+    Several readers would finish it once each, and each would keep what it made; any one other makes it as it is.
+    """
+    readers = graph.consumers()
+    for node in graph.nodes:
+        if isinstance(node.layer, Add):
+            above = [graph.nodes[i].layer for i in readers[node.index]]
+            node.layer.left = len(above) == 1 and isinstance(above[0], ReLU | Add)
 
 
 def leave_strided(graph: Graph) -> None:

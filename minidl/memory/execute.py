@@ -30,7 +30,7 @@ class ScriptedStore(TensorStore):
 
     Args:
         engine: memory and streams, large enough for every script.
-        script_for: the script of a step of so many samples.
+        script_for: the script of a step of so many samples; of none, that of any: where visitors are at home.
 
     Attributes:
         at: the step that runs, or ran last; -1 before the first.
@@ -45,6 +45,14 @@ class ScriptedStore(TensorStore):
         self._script: Script | None = None
         self._reset()
 
+    def close(self) -> None:
+        """Give the memory back, whoever still holds this store: there are no steps in it from now on."""
+        if self._script is not None:
+            raise checks.order("memory", "given back within a step", "leave memory.step() first")
+        self.settle()
+        self.engine.drain()
+        self.engine = None
+
     def _reset(self) -> None:
         self._script = None
         self.at = -1
@@ -57,6 +65,8 @@ class ScriptedStore(TensorStore):
         self._again: Iterator[Request] = iter(())
         self._frames: dict[str, dict[str, Any]] = {}
         self._runs: dict[int, Run] = {}
+        self._without: Script | None = None  # within a step without samples: where visitors are at home
+        self._guests: list[int] = []  # visitors that are here in such a step
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
@@ -64,16 +74,25 @@ class ScriptedStore(TensorStore):
     def step(self, samples: int) -> Iterator[None]:
         """Around forward, loss and backward of one training step; the update may be within or behind it.
 
-        Without samples, on a rank that got none of a last batch, nothing is planned. An error within leaves the store
-        ready for the next step. So does a step without a backward pass, after waiting for the device.
+        Without samples, on a rank that got none of a last batch, nothing is planned: visitors come and go at their
+        updates, which the host waits for. An error within leaves the store ready for the next step. So does a step
+        without a backward pass, after waiting for the device.
 
         Raises:
-            RuntimeError: when the step asks for other arrays, or runs other passes, than the one that was planned for.
+            RuntimeError: when the step asks for other arrays, or runs other passes, than the one that was planned for;
+                in memory that was given back.
         """
+        if self.engine is None:
+            text = "a step in memory that was given back"
+            raise checks.order("memory", text, "plan again: limit_memory(...)")
         if self._script is not None:
             raise checks.order("memory", "a step within a step", "leave the first one")
         if samples == 0:
-            yield
+            self._without = self.script_for(0)
+            try:
+                yield
+            finally:
+                self._reset()
             return
         script = self.script_for(samples)
         self.clear()
@@ -97,6 +116,8 @@ class ScriptedStore(TensorStore):
 
     def cue(self, layer: str, pass_name: str, span: AbstractContextManager[None]) -> AbstractContextManager[None]:
         """A context around one pass of a layer, as the profiler sees it."""
+        if self._without is not None and pass_name == "update":
+            return self._update_without(span)
         if self._script is None or not (pass_name == "update" or pass_name in _PASSES):
             return span
         return self._update(span) if pass_name == "update" else self._pass(f"{layer} {pass_name}", span)
@@ -114,6 +135,20 @@ class ScriptedStore(TensorStore):
             self._outside = False
         if visited:
             self._leave()
+
+    @contextmanager
+    def _update_without(self, span: AbstractContextManager[None]) -> Iterator[None]:
+        with span:
+            yield
+        for i in self._guests:
+            self._carry(self.engine.copy_out, self._without, i)
+        self._guests.clear()
+
+    def _carry(self, copy: Callable[[int, int, int], None], script: Script, i: int) -> None:
+        """Copy a visitor one way while nothing else runs."""
+        self.engine.drain()
+        copy(script.here[i], script.host[i], script.trace.tensors[i].bytes)
+        self.engine.drain()
 
     @contextmanager
     def _pass(self, title: str, span: AbstractContextManager[None]) -> Iterator[None]:
@@ -248,10 +283,13 @@ class ScriptedStore(TensorStore):
 
     def visitor(self, name: str) -> Any:
         """The visiting tensor of that name, float32, where it lies while it is here."""
-        script = self._script
+        script = self._script or self._without
         if script is None:
             raise checks.order("memory", "outside a planned step momentum is on the host", "open memory.step()")
         tensor = script.visitors[name]
+        if script is self._without and tensor not in self._guests:
+            self._carry(self.engine.copy_in, script, tensor)
+            self._guests.append(tensor)
         return self.engine.view(script.here[tensor], (script.trace.tensors[tensor].bytes // 4,), (4,), np.dtype("f4"))
 
     # -- what layers see --------------------------------------------------------------------------------------------

@@ -83,10 +83,13 @@ class LimitedMemory:
 
         Raises:
             ValueError: for more samples than were planned for.
+            RuntimeError: after `release`, or another limit for the model.
         """
         return self.store.step(self._batch if samples is None else samples)
 
     def _script_for(self, samples: int) -> Script:
+        if samples == 0:
+            return self.script
         if samples not in self._scripts:
             if not 1 <= samples <= self._batch:
                 remedy = "limit_memory with the largest batch"
@@ -95,11 +98,10 @@ class LimitedMemory:
         return self._scripts[samples]
 
     def release(self) -> None:
-        """Give the memory back: the model keeps everything again, as without a limit."""
-        if self._model.store is self.store:  # not another limit's
+        """Give the memory back: the model keeps everything again, as without a limit. Another limit has done so."""
+        if self._model.store is self.store:
             _release(self._model)
         self._scripts.clear()
-        del self.store
 
     # -- planning ---------------------------------------------------------------------------------------------------
 
@@ -114,7 +116,10 @@ class LimitedMemory:
             if not variants:
                 expected = "one for this model, batch and GPU"
                 raise checks.bad_value("memory", "plan", expected, "one for another step", "leave plan= out")
-        return self._fastest_of(variants, self.limit - self._options["reserve"])
+        script, budget = self._fastest_of(variants, self.limit), self._host_budget()
+        if ready is None and budget is not None and script.host_bytes > budget:
+            return self._fastest_of(variants, self.limit, budget)
+        return script
 
     def _fastest_of(self, variants: Sequence[Recording], limit: int, host_bytes: int | None = None) -> Script:
         found, errors = [], []
@@ -148,15 +153,18 @@ class LimitedMemory:
             optimizer.host_momentum(sorted(visits, key=lambda visit: visit.begin))
             self.store.settle = partial(optimizer.host_momentum, ())
 
-    def _script(self, recording: Recording, limit: int, host_bytes: int | None = None) -> Script:
+    def _script(self, recording: Recording, limit: int, host_bytes: int | None) -> Script:
+        """Within a limit that counts what is reserved for others."""
         trace, times = recording.trace, self._times(recording.trace)
-        ready = self._options["plan"]
+        ready, reserve = self._options["plan"], self._options["reserve"]
         if ready is not None and ready.trace == trace.digest:
-            return self._ready(recording, dataclasses.replace(ready, capacity=limit))
+            return self._ready(recording, dataclasses.replace(ready, capacity=limit - reserve))
 
-        options = {name: self._options[name] for name in ("least", "rebuild")}
-        planner = StepPlanner(trace, times, self._link, host_bytes=host_bytes, **options)
-        script = fitted(recording, limit, lambda capacity: planner.best(capacity)[0])
+        # What may leave of the largest batch may leave of a smaller one.
+        least = self._options["least"] * trace.facts["batch"] // self._batch
+        options = {"least": least, "rebuild": self._options["rebuild"], "host_bytes": host_bytes}
+        planner = StepPlanner(trace, times, self._link, **options)
+        script = fitted(recording, limit - reserve, planner, reserve)
         check(trace, script.plan)
         return script
 
@@ -175,8 +183,9 @@ class LimitedMemory:
         variants = [recording]
         if self.script.trace.visitors:  # the momentum stays where it is
             variants = [variant for variant in self._variants(recording) if variant.trace.visitors]
+        limit = engine.arena_bytes + outside(variants[0]) + self._options["reserve"]
         try:
-            return self._fastest_of(variants, engine.arena_bytes + outside(variants[0]), engine.host_bytes)
+            return self._fastest_of(variants, limit, engine.host_bytes)
         except Infeasible as error:
             remedy = "drop the last batch, or make batches of one size"
             expected = "a batch that fits into the memory planned for the largest"
@@ -248,7 +257,7 @@ def limit_memory(
     Args:
         batch: most samples of a step.
         limit: ``"8GB"``, ``"7.5GiB"``, bytes; ``"25%"`` or 0.25 of what a step needs without a limit.
-        momentum: 0 if the optimizer keeps no state.
+        momentum: 0 if the optimizer keeps no state; that of ``optimizer``, if it is given.
         rebuild: False only moves tensors.
         host_limit: bytes that may lie on the host; default: what the system leaves, shared by the host's ranks.
         times: milliseconds of each step of a trace; default: FLOP and bytes at a share of an H200's roofline.
@@ -276,6 +285,8 @@ def limit_memory(
     if optimizer is not None and (optimizer.model is not model or not model.arena.slots):
         expected = "the model's, after update_in_backward()"
         raise checks.bad_value("memory", "optimizer", expected, "another", "leave optimizer= out")
+    if optimizer is not None and optimizer.velocity is None:
+        momentum = 0.0
     options = {
         "momentum": momentum, "rebuild": rebuild, "host_limit": host_limit, "times": times, "link": link,
         "least": least, "plan": plan, "optimizer": optimizer, "engine": engine,
@@ -291,7 +302,18 @@ def _fused(
     model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
 ) -> LimitedMemory:
     """The plan of the fusion with which a step within the limit is predicted fastest, by which the model then runs."""
-    before, found, tried, errors = model.fusion, {}, [], []
+    before = model.fusion
+    try:
+        return _fastest_fused(model, batch, limit, fusions, options)
+    except ValueError:
+        fuse(model, before if before is not None else "none")
+        raise
+
+
+def _fastest_fused(
+    model: Model, batch: int, limit: str | float, fusions: Sequence[str], options: Mapping[str, Any]
+) -> LimitedMemory:
+    found, tried, errors = {}, [], []
     for how in fusions:
         fused = fuse(model, how)
         if fused in tried:
@@ -308,7 +330,6 @@ def _fused(
     fastest = min(found, key=lambda how: found[how].predicted.total_ms) if found else None
     fastest = model.comm.share(fastest)[0]
     if fastest not in found:
-        fuse(model, before if before is not None else "none")
         other = Infeasible("memory limit: rank 0 found no plan, or one for a fusion that does not fit here")
         raise smallest(errors) if errors else other
     fuse(model, fastest)
@@ -324,5 +345,5 @@ def _attach(model: Model, store: TensorStore) -> None:
 
 def _release(model: Model) -> None:
     if isinstance(model.store, ScriptedStore):
-        model.store.settle()
+        model.store.close()
         _attach(model, TensorStore())

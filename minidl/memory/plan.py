@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from minidl.memory.trace import Trace, dumps, loads
+from minidl.shapes import round_up
 
 CHOICES = ("keep", "offload", "recompute")
 _NAMED = 6  # tensors that an error lists
+_HOST_ALIGN = 4096
 
 
 class Infeasible(ValueError):
@@ -99,6 +101,19 @@ class Plan:
         return cls(**content)
 
 
+def on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
+    """Offsets on the host by tensor, and bytes there. While the loss is computed all that moves is away, so none can
+    take another's place.
+
+    Visitors, whose home it is, come first: they lie there in every script of a model.
+    """
+    offsets, total = {}, 0
+    for i in (*trace.visitors, *(d.tensor for d in plan.chosen("offload"))):
+        offsets[i] = total
+        total += round_up(trace.tensors[i].bytes, _HOST_ALIGN)
+    return offsets, total
+
+
 def human(count: float) -> str:
     """``1.5 GiB``: a number of bytes for people."""
     for unit in ("B", "KiB", "MiB"):
@@ -109,7 +124,9 @@ def human(count: float) -> str:
 
 
 def smallest(errors: Sequence[Infeasible]) -> Infeasible:
-    """Of errors of several plans the one that names the smallest limit."""
+    """Of errors of several plans the one to tell: of one that lacks something else than the limit, or names the
+    smallest.
+    """
     return min(errors, key=lambda error: error.needed or 0)
 
 
@@ -119,8 +136,8 @@ def infeasible(trace: Trace, capacity: int, base: Sequence[int]) -> Infeasible:
     return too_small(trace, capacity, at, int(base[at]))
 
 
-def too_small(trace: Trace, capacity: int, at: int, needed: int) -> Infeasible:
-    """The error for a limit below ``needed``, which is due to step ``at``."""
+def too_small(trace: Trace, capacity: int, at: int, needed: int, reserve: int = 0) -> Infeasible:
+    """The error for a limit below ``needed``, which is due to step ``at``; both with what is reserved for others."""
     step = trace.steps[at]
     held = sorted(((t.bytes, t.name) for t in trace.tensors if at in t.touches and not t.resident), reverse=True)
     parts = [f"{name} {human(size)}" for size, name in held[:_NAMED]]
@@ -130,10 +147,11 @@ def too_small(trace: Trace, capacity: int, at: int, needed: int) -> Infeasible:
         parts.append(f"workspace {human(step.workspace)}")
     state = sum(trace.resident_bytes.values())
     listed = ", ".join(parts)
+    others = f"; reserved for others: {human(reserve)}" if reserve else ""
     return Infeasible(
         f"memory limit {human(capacity)} is too small: {step.title} alone needs {human(needed)} "
         f"({listed}; always there: {human(state)} of parameters, gradients and momentum; the rest on its way in or "
-        f"out); the smallest feasible limit is {needed} bytes; take a smaller batch",
+        f"out{others}); the smallest feasible limit is {needed} bytes; take a smaller batch",
         at,
         needed,
     )

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from minidl import checks
 from minidl.memory.gaps import LEAST, NO_WINDOW, WINDOW, Problem, problem
 from minidl.memory.joint import LARGEST_GROUP, PAIRED_GROUP, Joint
 from minidl.memory.pinning import pin
-from minidl.memory.plan import Infeasible, Plan, human
+from minidl.memory.plan import Infeasible, Plan, human, on_host
 from minidl.memory.simulate import Link, Timeline, check, timeline
 from minidl.memory.trace import Trace
 
@@ -26,11 +27,12 @@ class Planner:
     """Plans for one problem at one limit or several: the fastest by the simulator of what all ways of planning give.
 
     A way is moving alone with a reserve (memory left for early copies back), or a joint plan at a price; each plan gets
-    the memory that it leaves free for wider windows. Later limits, which are about the first, try its fastest ways.
+    the memory that it leaves free for wider windows. Later limits, which are about the first, try the ways of its
+    fastest plans.
 
     Args:
         rebuild: joint plans too.
-        host_bytes: most bytes that may be moved; default: any number.
+        host_bytes: most bytes on the host, as `on_host` counts them; default: any number.
     """
 
     def __init__(
@@ -54,17 +56,38 @@ class Planner:
             Infeasible: when one step alone exceeds ``capacity``, or every plan found moves more than ``host_bytes``.
         """
         self.problem.require(capacity)
-        found = self._tried(capacity, self._ways[:_TRIED_AGAIN])
+        found = self._tried(capacity, self._ways) or self._tried(capacity, self._all_ways(capacity))
         if not found:
-            moving: list[_Way] = [(None, r) for r in RESERVES if capacity * (1 - r) >= self.problem.floor]
-            found = self._tried(capacity, moving)
-            if self.rebuild and self._plan(capacity, moving[0]).moved_bytes:
-                found += self._tried(capacity, self._joint_ways())
-        if not found:
-            raise Infeasible(f"every plan found moves more than {human(self.host_bytes or 0)} to the host")
-        found.sort(key=lambda one: one[1].total_ms)
-        self._ways = self._ways or list(dict.fromkeys(way for *_, way in found))
+            raise self._too_much_to_move(capacity)
+        self._ways = self._ways or [way for *_, ways in found[:_TRIED_AGAIN] for way in ways]
         return found[0][:2]
+
+    def least(self) -> list[Plan]:
+        """All plans for the smallest feasible limit, the fastest first; each also without wider windows.
+
+        What is known of other limits does not count: these are the same plans every time.
+        """
+        floor = self.problem.floor
+        ways = self._all_ways(floor)
+        found = [*self._tried(floor, ways), *self._tried(floor, ways, wider=False)]
+        if not found:
+            raise self._too_much_to_move(floor)
+        return [plan for plan, *_ in sorted(found, key=lambda one: one[1].total_ms)]
+
+    def _all_ways(self, capacity: int) -> list[_Way]:
+        """Joint plans where something would have to move."""
+        moving: list[_Way] = [(None, r) for r in RESERVES if capacity * (1 - r) >= self.problem.floor]
+        joint = self.rebuild and self._plan(capacity, moving[0]).moved_bytes
+        return [*moving, *self._joint_ways()] if joint else moving
+
+    def _too_much_to_move(self, capacity: int) -> Infeasible:
+        needed = min(self._hosted(self._plan(capacity, way)) for way in self._all_ways(capacity))
+        remedy = "take a higher memory limit, or a smaller batch"
+        expected = f"at least {human(needed)}"
+        return Infeasible(str(checks.bad_value("memory", "host memory", expected, human(self.host_bytes), remedy)))
+
+    def _hosted(self, plan: Plan) -> int:
+        return on_host(self.problem.trace, plan)[1]
 
     def _joint_ways(self) -> list[_Way]:
         if not self._joints:
@@ -79,22 +102,25 @@ class Planner:
         both_ms = (1 / self.link.out_gb_per_s + 1 / self.link.in_gb_per_s) / 2e6
         return self._joints[which].solve(capacity, number * both_ms)
 
-    def _tried(self, capacity: int, ways: Sequence[_Way]) -> list[tuple[Plan, Timeline, _Way]]:
-        """Each plan within the limits once, with the first way that gives it."""
-        plans: dict[Plan, _Way] = {}
+    def _tried(
+        self, capacity: int, ways: Sequence[_Way], *, wider: bool = True
+    ) -> list[tuple[Plan, Timeline, list[_Way]]]:
+        """Each plan within the limits once, with the ways that give it; the fastest first."""
+        plans: dict[Plan, list[_Way]] = {}
         for way in ways:
             if way[0] is not None or capacity * (1 - way[1]) >= self.problem.floor:
-                plans.setdefault(self._plan(capacity, way), way)
+                plans.setdefault(self._plan(capacity, way), []).append(way)
         found = []
-        for plan, way in plans.items():
-            if self.host_bytes is None or plan.moved_bytes <= self.host_bytes:
-                plan = widen(self.problem.trace, dataclasses.replace(plan, capacity=capacity))
-                found.append((plan, timeline(self.problem.trace, plan, self.times_ms, self.link), way))
-        return found
+        for plan, equal in plans.items():
+            if self.host_bytes is None or self._hosted(plan) <= self.host_bytes:
+                plan = dataclasses.replace(plan, capacity=capacity)
+                plan = widen(self.problem.trace, plan) if wider else plan
+                found.append((plan, timeline(self.problem.trace, plan, self.times_ms, self.link), equal))
+        return sorted(found, key=lambda one: one[1].total_ms)
 
 
 class StepPlanner:
-    """Plans for one step: with windows for copies where the limit has room for them, without where it has not.
+    """Plans for one step: with windows for copies, and without, where memory is too dear for them.
 
     Args:
         least, state: as for `minidl.memory.gaps.problem`.
@@ -116,8 +142,28 @@ class StepPlanner:
 
     def best(self, capacity: int) -> tuple[Plan, Timeline]:
         """As `Planner.best`."""
-        fitting = (planner for planner in self._planners if capacity >= planner.problem.floor)
-        return next(fitting, self._planners[-1]).best(capacity)
+        *wide, tight = self._planners
+        found, error = [], None
+        for planner in (*(p for p in wide if capacity >= p.problem.floor), tight):
+            try:
+                found.append(planner.best(capacity))
+            except Infeasible as other:
+                error = other
+                continue
+            if not found[-1][0].moved_bytes:
+                break  # windows are for what moves
+        if not found:
+            raise error
+        return min(found, key=lambda one: one[1].total_ms)
+
+    @property
+    def worst(self) -> int:
+        """The step that decides on the smallest feasible limit."""
+        return int(self._planners[-1].problem.base.argmax())
+
+    def least(self) -> list[Plan]:
+        """As `Planner.least`, without windows."""
+        return self._planners[-1].least()
 
 
 def best(

@@ -93,16 +93,16 @@ def _rebuild_reads(trace: Trace, away: dict[int, Decision]) -> dict[int, list[tu
             touched[t].append(i)
     reads: dict[int, list[tuple[str, int]]] = defaultdict(list)
     for i, d in away.items():
-        made = {j for r in d.recipe for j in touched[r] if _makes(trace, r, j)}
-        for j in {j for r in d.recipe for j in touched[r]} - made:
+        others = {j for r in d.recipe for j in touched[r] if _leaves(trace, r, j)}
+        for j in {j for r in d.recipe for j in touched[r]} - others:
             reads[j].append(("rebuild", i))
     return reads
 
 
-def _makes(trace: Trace, step: int, i: int) -> bool:
-    """Whether running forward step ``step`` once more makes tensor ``i`` anew instead of reading it."""
+def _leaves(trace: Trace, step: int, i: int) -> bool:
+    """Whether running forward step ``step`` once more does without tensor ``i``, which it made the first time."""
     tensor = trace.tensors[i]
-    return tensor.again and not tensor.given and tensor.touches[0] == step
+    return not tensor.reread and not tensor.given and tensor.touches[0] == step
 
 
 class _Issuer:

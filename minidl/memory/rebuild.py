@@ -70,8 +70,10 @@ def _recipe(
         for i in touched[r]:
             tensor = trace.tensors[i]
             if not tensor.given and tensor.first == r:
-                if not tensor.again and i in gap_of:
+                if tensor.reread and i in gap_of:
                     sources.add(gap_of[i])
+                elif tensor.reread and tensor.last < back:
+                    return None  # nobody else keeps it
                 continue
             if i in gap_of:
                 sources.add(gap_of[i])

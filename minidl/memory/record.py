@@ -225,7 +225,10 @@ def _tensors(watcher: Watcher, batch: Memory) -> tuple[list[Tensor], dict[int, i
         kind = "input" if given else "activation" if forward else "gradient_of_activation"
         savers = tuple(f"{layer}.{item}" for layer, item in memory.saved)
         numbers[id(memory)] = len(tensors)
-        tensors.append(Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, memory.again))
+        reread = memory.reread and not memory.again
+        tensors.append(
+            Tensor(name, kind, memory.nbytes, touches, bool(savers), given, savers, memory.again, reread=reread)
+        )
     tensors += watcher.arena_tensors()
     rest = watcher.arena_bytes - sum(t.bytes for t in tensors if t.resident)
     return [*tensors, Tensor("model:buffers and tables", "buffer", company + rest, (), given=True)], numbers

@@ -81,7 +81,8 @@ def mapped(item: Any, change: Callable[[Any], Any], kind: type | None = None) ->
     if isinstance(item, kind) if kind is not None else array:
         return change(item)
     if isinstance(item, tuple | list):
-        return type(item)(mapped(part, change, kind) for part in item)
+        inside = (mapped(part, change, kind) for part in item)
+        return type(item)(*inside) if hasattr(item, "_fields") else type(item)(inside)
     if isinstance(item, dict):
         return {name: mapped(part, change, kind) for name, part in item.items()}
     if dataclasses.is_dataclass(item) and not isinstance(item, type):

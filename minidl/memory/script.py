@@ -14,15 +14,14 @@ import numpy as np
 
 from minidl.cuda.launch import dry_run
 from minidl.memory.placement import Piece, pack
-from minidl.memory.plan import Decision, Infeasible, Plan, human, too_small
+from minidl.memory.plan import Decision, Infeasible, Plan, on_host, too_small
+from minidl.memory.planner import StepPlanner
 from minidl.memory.program import Operation, program
 from minidl.memory.recording import Place, Recording, Run, mapped, parts
 from minidl.memory.trace import Trace
 from minidl.memory.visits import last_pass
 from minidl.memory.watch import Watcher, root
-from minidl.shapes import round_up
 
-_HOST_ALIGN = 4096
 _ATTEMPTS = 8
 _CLOSE = 64  # a limit less than this part below another is not looked between
 
@@ -245,7 +244,7 @@ def write(recording: Recording, plan: Plan) -> Script:
         for i, start in layout.rebuilt.items()
     }
     offsets, total = pack(layout.pieces)
-    host, host_bytes = _on_host(trace, plan)
+    host, host_bytes = on_host(trace, plan)
     requests = []
     for n, a in enumerate(recording.allocations):
         if a.step >= 0 and trace.steps[a.step].pass_name == "update":
@@ -273,54 +272,54 @@ def outside(recording: Recording) -> int:
     return sum(trace.resident_bytes.values()) + handed_out + given
 
 
-def _on_host(trace: Trace, plan: Plan) -> tuple[dict[int, int], int]:
-    """Offsets on the host. All moved tensors are away while the loss is computed, so none can take another's place.
-
-    Visitors, whose home it is, come first: they lie there in every script of a model.
-    """
-    offsets, total = {}, 0
-    for i in (*trace.visitors, *(d.tensor for d in plan.chosen("offload"))):
-        offsets[i] = total
-        total += round_up(trace.tensors[i].bytes, _HOST_ALIGN)
-    return offsets, total
-
-
-def fitted(recording: Recording, capacity: int, plan_for: Callable[[int], Plan]) -> Script:
+def fitted(recording: Recording, capacity: int, planner: StepPlanner, reserve: int = 0) -> Script:
     """The script of a plan whose arena and all beside it stay within ``capacity`` bytes.
 
     Alignment and holes between pieces take a little more than the plan counts; the limit given to the planner is
     lowered by as much until everything fits, and each time by a larger part: a little less may be the same plan. Then
-    limits halfway back to the last that did not fit are tried.
+    limits halfway back to the last that did not fit are tried. What is left where all that fails are the plans for the
+    least memory there is, which are the same for every limit: whoever is told the smallest limit can rely on it.
+
+    Args:
+        reserve: bytes that an error counts as well: of the limit, but for others.
 
     Raises:
-        Infeasible: from the planner, when one step alone exceeds what is left.
+        Infeasible: when one step alone exceeds what is left, or from the planner.
     """
-    target, floor, failed = capacity, None, None
+    target, failed = capacity, None
     for attempt in range(_ATTEMPTS):
         try:
-            plan = plan_for(target)
+            plan = planner.best(target)[0]
         except Infeasible as error:
             if error.needed is None:
                 raise
-            floor = error
-            plan = plan_for(error.needed)  # the least there is
+            break
         script = write(recording, dataclasses.replace(plan, capacity=capacity))
         over = script.held - capacity
         if over <= 0:
-            return script if failed is None else _raised(recording, script, target, failed, plan_for)
-        if floor is not None:
-            raise too_small(recording.trace, capacity, floor.step, capacity + over) from floor
+            return script if failed is None else _raised(recording, script, target, failed, planner)
         failed = target
         target = min(target, plan.peak) - max(over, capacity * 2**attempt // 1024)
-    raise Infeasible(f"memory limit {human(capacity)}: no placement of a plan fits; take {capacity + over} bytes")
+    return _tightest(recording, capacity, planner, reserve)
 
 
-def _raised(recording: Recording, script: Script, target: int, failed: int, plan_for: Callable[[int], Plan]) -> Script:
+def _tightest(recording: Recording, capacity: int, planner: StepPlanner, reserve: int) -> Script:
+    """The first script that fits of the plans for the least memory."""
+    least = []
+    for plan in planner.least():
+        script = write(recording, dataclasses.replace(plan, capacity=capacity))
+        if script.held <= capacity:
+            return script
+        least.append(script.held)
+    raise too_small(recording.trace, capacity + reserve, planner.worst, min(least) + reserve, reserve)
+
+
+def _raised(recording: Recording, script: Script, target: int, failed: int, planner: StepPlanner) -> Script:
     """The script for the highest target below ``failed`` that is found to fit as well, where much lies between."""
     while (failed - target) * _CLOSE > failed:
         middle = (target + failed) // 2
         try:
-            other = write(recording, dataclasses.replace(plan_for(middle), capacity=script.plan.capacity))
+            other = write(recording, dataclasses.replace(planner.best(middle)[0], capacity=script.plan.capacity))
         except Infeasible:
             break
         if other.held <= script.plan.capacity:

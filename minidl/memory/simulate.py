@@ -155,6 +155,8 @@ def _rebuild(ledger: _Ledger, d: Decision, t: int) -> int:
         for i in ledger.touched[r]:
             if i in ledger.born[r] and trace.tensors[i].again:
                 made[i] = trace.tensors[i].bytes if i != d.tensor else 0
+            elif i in ledger.born[r] and not trace.tensors[i].reread:
+                continue
             elif i not in made and not ledger.here.get(i, False):
                 what = f"{trace.tensors[d.tensor].name} is rebuilt from {trace.tensors[i].name}, which is away"
                 raise Violation(f"step {t} ({trace.steps[t].title}): {what}", t)

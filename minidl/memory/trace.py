@@ -63,8 +63,8 @@ class Tensor:
         saved: kept for the backward pass by a layer, so that a store may move it.
         given: there before the first step (the batch, parameters).
         savers: who keeps it, as ``<layer>.<name given to save>``.
-        again: running the forward pass that makes it once more gives it again; False for what is then read instead (the
-            moments of a batch norm).
+        again: running the forward pass that makes it once more gives it again.
+        reread: that pass reads it instead, when it runs again (the moments of a batch norm).
         visit: steps from the first to the last of which it has memory; before and behind its content is on the host
             (`minidl.memory.visits`).
     """
@@ -78,6 +78,7 @@ class Tensor:
     savers: tuple[str, ...] = ()
     again: bool = True
     visit: tuple[int, int] | None = None
+    reread: bool = False
 
     @property
     def resident(self) -> bool:

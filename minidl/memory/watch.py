@@ -37,6 +37,7 @@ class Memory:
     touches: set[int] = dataclasses.field(default_factory=set)
     saved: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # layer, under which name it saved it
     again: bool = False  # running the pass that made it makes it again
+    reread: bool = True  # or reads it instead
 
     @property
     def local(self) -> bool:
@@ -212,19 +213,37 @@ class NotingStore(TensorStore):
         return result
 
     def _note_remade(self, layer: Layer, inputs: tuple[Any, ...], result: Any) -> None:
-        """Which arrays of the result another run would make anew, instead of handing on what was saved.
+        """Which arrays of the result another run would make anew, instead of handing on what was saved; and what of
+        all that this run made the other would read.
 
-        A buffer that later layers go on filling is none: another run would make its first part only.
+        A buffer that later layers go on filling is none: another run would make its first part only. Nor does a pass
+        run again that nobody goes back through: nothing was kept for it.
         """
-        if getattr(result, "buffer", None) is not None:
+        if getattr(result, "buffer", None) is not None or not layer.keeps:
             return
-        aside = Watcher()
+        aside = _Aside(self._watcher)
         with dry_run(active_dry_run().device, aside):
             once_more = layer.rerun(SimpleNamespace(**self._items), *inputs)
             for array, other in zip(parts(result), parts(once_more), strict=True):
                 memory = self._watcher.find(array)
                 if memory is not None and aside.find(other) is not None:
                     memory.again = True
+        for item in self._items.values():
+            memory = self._watcher.find(item)
+            if memory is not None and memory.step == self._watcher.step:
+                memory.reread = memory.order in aside.read
+
+
+class _Aside(Watcher):
+    """Watches what another watcher shall not count, and which of that one's arrays are read."""
+
+    def __init__(self, other: Watcher) -> None:
+        super().__init__()
+        self._other = other
+        self.read: set[int] = set()  # by order
+
+    def launched(self, name: str, arguments: tuple) -> None:
+        self.read |= {memory.order for a in arguments if (memory := self._other.find(a)) is not None}
 
 
 def root(array: np.ndarray) -> np.ndarray:
