@@ -68,10 +68,11 @@ test: $(BUILT) ## every test; those that need a GPU or a peer skip themselves wh
 
 test-gpu: $(BUILT) ## the tests that need a GPU: by several workers, then those that need it to themselves
 	@$(PY) -c "$$REQUIRE_GPU"
-	@workers=$$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); failed=0; \
+	@workers=$$($(PY) -c 'import xdist' 2>/dev/null && echo "-n $(GPU_JOBS) --dist worksteal"); failed=0; none=0; \
 	for laws in "gpu and not alone and not multi_gpu" "gpu and (alone or multi_gpu)"; do \
-		MINIDL_SHARE_GPUS=1 $(PY) -m pytest $$workers -m "$$laws" $(ARGS) || [ $$? = 5 ] || failed=1; workers=; \
-	done; exit $$failed
+		MINIDL_SHARE_GPUS=1 $(PY) -m pytest $$workers -m "$$laws" $(ARGS); status=$$?; workers=; \
+		case $$status in 0) ;; 5) none=$$((none + 1));; *) failed=1;; esac; \
+	done; test $$failed = 0 -a $$none -lt 2
 
 sanitize: $(BUILT) ## a few cases of each law of the kernels under compute-sanitizer's memcheck and racecheck
 	@$(PY) scripts/sanitize.py $(ARGS)

@@ -33,14 +33,12 @@ def test_the_energy_of_each_pass_is_about_its_time_times_a_boards_power(cuda_ops
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize(
-    ("model", "batch", "eager"), [("resnet50", 64, 0.80), ("resnet50", 256, 0.95), ("unet", 32, 0.95)]
-)
-def test_a_gpu_network_closes_eager_and_captured(model, batch, eager, cuda_ops):
-    """Launched eagerly, 64 images of ResNet-50 leave the host little time, but not none; a U-Net keeps the GPU busy."""
+@pytest.mark.parametrize(("model", "batch"), [("resnet50", 256), ("unet", 32)])
+def test_a_gpu_network_closes_eager_and_captured(model, batch, cuda_ops):
+    """These keep the GPU busy; eagerly, smaller batches wait for the host now and then, for some hosts more often."""
     found = bench_network(Setup(model, batch, "bf16", "cuda"), SOLO, None, isolated=False, seconds=1.0)
     assert found["step"]["graph_accounted"] >= 0.95
-    assert found["step"]["eager_accounted"] >= eager
+    assert found["step"]["eager_accounted"] >= 0.95
     rows = [row for row in found["rows"] if row["pass"] != "step"]
     watched = found["step"]["eager"]["ms"] * (1 + found["step"]["eager_profiling_overhead"])
     for way, step_ms in (("graph_step", found["step"]["graph"]["ms"]), ("step", watched)):
