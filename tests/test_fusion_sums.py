@@ -86,7 +86,7 @@ def test_each_batch_norm_is_applied_once(build, how):
     applied = sum(
         n for name, n in count.kernels.items() if name.startswith("batch_norm") and _MAKES & {*name.split("_")}
     )
-    assert applied <= norms
+    assert applied <= norms and (how != "none" or applied == norms)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from minidl import cli
+from minidl import cli, models
 from minidl.memory import Plan, Trace, check, problem
 from minidl.memory.limit import host_budget, parse_limit
+from minidl.memory.record import blank, record
+from minidl.memory.visits import candidates, visiting
 from minidl.profile.results import result, write
 
 SMALL = ["plan", "--model", "resnet20", "--batch", "256"]
@@ -129,6 +131,22 @@ def test_a_ring_of_several_ranks_holds_what_is_under_way(capsys):
     assert alone < kept - 80, "of 97 MiB of gradients a message stays"
     assert alone < two <= kept
     assert state("--ranks", "2") == kept
+
+
+def test_visiting_momentum_may_be_in_a_hurry_as_in_training(capsys):
+    """Where there is no room for it as long as its copies take to hide; else that is faster."""
+    options = ["--batch", "64", "--precision", "bf16", "--fusion", "none", "--gradients", "ring", "--host-momentum"]
+    trace = record(blank(models.build("vgg16", (224, 224, 3), 1000)), 64, precision="bf16", gradients="ring")
+    hurried = problem(visiting(trace, candidates(trace)), (0, 0))
+    predicted = []
+    for limit in (hurried.floor, 3 * hurried.floor // 2):
+        assert cli.main(["plan", "--model", "vgg16", *options, "--limit", str(limit)]) == 0
+        told = capsys.readouterr().out
+        assert f"smallest limit        {hurried.floor / 2**30:.2f} GiB" in told
+        predicted.append(float(re.search(r"predicted step +([\d.]+) ms", told)[1]))
+    assert predicted[0] > 1.5 * predicted[1]
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--model", "vgg16", *options, "--limit", str(hurried.floor - 1)])
 
 
 def test_only_moving_is_an_option(capsys):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def run(a: argparse.Namespace) -> int:
         a.fusion = a.fusion or "auto"
         case = _case(a, a.batch)
         limit = parse_limit(a.limit, case.problem.peak)
-        plan, run_ = _planned(a, case, limit)
+        case, plan, run_ = _planned(a, case, limit)
     _report(a, case, limit, plan, run_)
     if a.alternatives:
         _alternatives(a, case, limit)
@@ -128,7 +128,7 @@ def _fastest(a: argparse.Namespace) -> tuple[int, _Case, Plan, Timeline]:
         if found and sum(case.times_ms) >= min(run_.total_ms for *_, run_ in found.values()):
             continue  # no plan is faster than the step without a limit
         try:
-            found[how] = case, *_planned(a, case, limit)
+            found[how] = _planned(a, case, limit)
         except Infeasible as error:
             errors.append(error)
     if not found:
@@ -157,18 +157,18 @@ def _case(a: argparse.Namespace, batch: int) -> _Case:
         times = modelled(trace, ceilings, a.share)
         how = f"modelled: FLOP and bytes at {a.share:.0%} of the roofline of an {ceilings['machine']}"
     if a.host_momentum:
-        trace = _visited(trace, times, link)
+        trace = _visited(trace)
     return _Case(problem(trace, state=a.state), times, link, how)
 
 
-def _visited(trace: Trace, times: list[float], link: Link) -> Trace:
-    """The step with the momentum of large layers on the host but around their updates."""
+def _visited(trace: Trace) -> Trace:
+    """The step with the momentum of large layers on the host but around their updates, copied in a hurry."""
     numbers = candidates(trace)
     if not numbers:
         expected = "large layers, updated within the backward pass"
         remedy = "pass --gradients ring, or leave --host-momentum out"
         raise checks.bad_value("plan", "--host-momentum", expected, "none", remedy)
-    return visiting(trace, numbers, times, link)
+    return visiting(trace, numbers)
 
 
 def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
@@ -178,14 +178,27 @@ def _ceilings(a: argparse.Namespace) -> Mapping[str, Any]:
     return CEILINGS[a.device]
 
 
-def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[Plan, Timeline]:
-    options = {"state": a.state, "rebuild": not a.no_rebuild}
-    return StepPlanner(case.problem.trace, case.times_ms, case.link, **options).best(limit)
+def _planned(a: argparse.Namespace, case: _Case, limit: int) -> tuple[_Case, Plan, Timeline]:
+    """The fastest plan; momentum that visits may also be there for as long as its copies take to hide."""
+    cases, found, errors = [case], [], []
+    if case.problem.trace.visitors:
+        trace = visiting(case.problem.trace, case.problem.trace.visitors, case.times_ms, case.link)
+        cases.append(replace(case, problem=problem(trace, state=a.state)))
+    for one in cases:
+        planner = StepPlanner(one.problem.trace, one.times_ms, one.link, state=a.state, rebuild=not a.no_rebuild)
+        try:
+            found.append((one, *planner.best(limit)))
+        except Infeasible as error:
+            errors.append(error)
+    if not found:
+        raise smallest(errors)
+    return min(found, key=lambda way: way[2].total_ms)
 
 
 def _floor(a: argparse.Namespace, case: _Case) -> Problem:
     """Without windows for copies: its floor is the smallest feasible limit."""
-    return problem(case.problem.trace, NO_WINDOW, state=a.state)
+    trace = case.problem.trace
+    return problem(visiting(trace, trace.visitors), NO_WINDOW, state=a.state)
 
 
 # -- the report -------------------------------------------------------------------------------------------------------

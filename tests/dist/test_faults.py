@@ -51,9 +51,10 @@ def test_a_rank_that_ends_before_it_joins_is_not_waited_for_without_end(tmp_path
 def test_a_batch_system_s_signal_before_training_is_not_lost(tmp_path):
     """MPICH was seen to take SIGUSR1 for itself: a job whose time is up would have started to train."""
     program = "import os, signal, time; from minidl import dist; comm = dist.init('cpu')\n"
-    program += "comm.barrier(); comm.rank or os.kill(os.getpid(), signal.SIGUSR1); comm.barrier(); print('went on')"
+    program += "comm.barrier(); print('joined', flush=True); comm.rank or os.kill(os.getpid(), signal.SIGUSR1)\n"
+    program += "comm.barrier(); print('went on')"
     done = job.run_program(["-c", program], 2, tmp_path)
-    assert done.status != 0 and "went on" not in done.output, done.output
+    assert done.status != 0 and "joined" in done.output and "went on" not in done.output, done.output
 
 
 def own_processes():
