@@ -6,6 +6,7 @@ Every policy sees the same trace of one training step (SGD with momentum, batch 
 candidates: saved tensors of at least 1 MiB. Shares are of what the step needs without a plan, parameters, gradients and
 momentum included. The oracle is scipy.optimize.milp (HiGHS) on rows written from the definition
 (tests/reference/pinning.py), not from the planner.
+"joint" is what `limit_memory` plans by: keeping, moving or rebuilding, with windows for copies and without.
 ``gap`` is (bytes moved - least bytes moved) / all candidates where the MILP proved its optimum, else null.
 Step times are predicted, from FLOP and bytes at 80 % of an H200's measured roofline and its measured link.
 """
@@ -30,8 +31,9 @@ from benchmarks.memory_policies import cheap, geeps, static, vdnn
 from minidl import models
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import fuse_graph
-from minidl.memory import Infeasible, Joint, Plan, Problem, best, check, pin, problem, record, timeline, widen
+from minidl.memory import Infeasible, Joint, Plan, Problem, check, pin, problem, record, timeline, widen
 from minidl.memory.gaps import LEAST
+from minidl.memory.planner import StepPlanner
 from minidl.memory.times import CEILINGS, SHARE, link_of, modelled
 from minidl.precision import precision
 from minidl.profile.results import result, write
@@ -102,7 +104,7 @@ class Bench:
             "vdnn-all": (lambda: vdnn(p, limit), 1),
             "vdnn-conv": (lambda: vdnn(p, limit, "conv"), 1),
             "cheap": (lambda: cheap(p, limit, self.joint), 1),
-            "joint": (lambda: best(p, limit, self.times, self.link)[0], 1),
+            "joint": (lambda: StepPlanner(p.trace, self.times, self.link).best(limit)[0], 1),
         }
         rows = []
         for arm, (make, repeats) in policies.items():
