@@ -187,6 +187,8 @@ def test_all_of_the_gradient_is_written_and_nothing_else(hopper_ops, case, rng, 
     tiles = [hopper.tiles_of(tf32)[0], *([hopper.HALO] if case in HALO_CASES and not tf32 else [])]
     if len(division) > 2:
         tiles = [tile for tile in tiles if hopper.shares(tile, tf32)]
+        if not tiles:
+            pytest.skip("blocks share no tiles of three products in TF32")
     for tile, offset in itertools.product(tiles, (0, 1)):
         taking(tile, *division)
         placed = hopper_ops.from_host(dy), hopper_ops.from_host(x)
