@@ -21,7 +21,7 @@ from minidl.train import Trainer
 
 _FEWEST = 2
 _MOST = 200  # watched steps that are kept; of a longer run, every second of them goes, and half as many are watched
-_UNREAD = 4  # watched steps whose events wait to be read; by then all but the last have long passed
+_UNREAD = 4  # watched steps whose events wait to be read; when the next one comes, they have long passed
 
 
 class TrainingProfile:
@@ -70,6 +70,8 @@ class TrainingProfile:
 
     @contextmanager
     def _watched(self, trainer: Trainer, profiler: StepProfiler) -> Iterator[None]:
+        if self._pending >= _UNREAD:
+            self._read()
         first = self._kernels is None
         noted = Launches(profiler) if first and trainer.model.ops.name == "cuda" else None
         trainer.observe(noted or profiler)
@@ -80,8 +82,6 @@ class TrainingProfile:
             trainer.observe(NULL_PROFILER)
         self._kernels = noted.found if noted else self._kernels or {}
         self._pending += 1
-        if self._pending >= _UNREAD:
-            self._read()
 
     def _read(self) -> None:
         if self._profiler is not None:
