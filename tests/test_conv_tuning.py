@@ -491,3 +491,16 @@ def test_a_contest_that_is_over_holds_no_memory(cuda_ops, monkeypatch):
         del contest
     pool.free_all_blocks()
     assert not any(memory() for memory in seen)
+
+
+def test_long_sums_may_differ_by_what_matrix_units_cut_off():
+    """4.3e-4 was measured between 29 and 132 sums of 3.2 million pixels; sums of some thousand agree as they did."""
+
+    def bound(x, filters, dtype):
+        question = Question("backward_weight", sizes(x, filters, {"padding": (1, 1)}), *DTYPES[dtype])
+        return conv_tuning.agreement(question, options(question, H200))
+
+    for dtype in ("bf16", "tf32x3"):
+        assert 4.3e-4 < bound((64, 224, 224, 64), (64, 3, 3), dtype) < 2.5e-3
+        assert 2e-4 < bound((8, 14, 14, 256), (256, 3, 3), dtype) < 2.5e-4
+    assert bound((64, 224, 224, 64), (64, 3, 3), "fp32") == 2e-4, "which rounds each sum to the nearest"
