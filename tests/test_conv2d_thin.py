@@ -99,10 +99,10 @@ def test_what_was_measured_to_be_faster_is_taken(channels, filters, size, wanted
 
 
 def test_an_output_of_few_channels_is_theirs_where_others_fill_up_with_zeros_or_memory_bounds_it():
-    """As measured on an H200: from less than a stage of channels; to 16 where there are not many; to eight always."""
+    """As measured on an H200: from less than a stage of channels; to 16, and to eight, where there are not many."""
     for channels, filters, thin in (
         (32, 32, True), (32, 24, True), (56, 24, True), (64, 32, False), (144, 24, False),
-        (136, 8, True), (704, 8, True), (96, 16, True), (152, 16, False), (704, 16, False),
+        (136, 8, True), (384, 8, False), (704, 8, False), (96, 16, True), (152, 16, False), (704, 16, False),
     ):  # fmt: skip
         stem = stems_of(_case((643, 25, 25), channels, filters), bfloat16)[0]
         assert (stem == "conv2d_thin") == thin, (channels, filters)
@@ -128,6 +128,24 @@ def test_more_than_32_are_for_outputs_and_data_gradients():
             conv = plan_of(_case((1, 9, 9), *sides))
             assert [conv2d_thin.applies(conv, 1, which) for which in PASSES] == [wanted, wanted, False]
             assert not any(conv2d_thin.applies(conv, 0, which) for which in PASSES)
+
+
+def test_what_many_channels_keep_busy_is_left_to_others():
+    """Of the many, by pixels, as measured on an H200; None where both are as fast."""
+    for pixels, channels, filters, thin in (
+        (6144, 8, 192, True), (6144, 16, 192, None), (6144, 8, 768, False), (6144, 24, 1408, False),
+        (24576, 8, 768, True), (24576, 24, 192, True), (24576, 16, 768, False), (24576, 32, 384, False),
+        (98304, 24, 192, True), (98304, 24, 768, False), (393216, 16, 192, True), (393216, 32, 384, False),
+    ):  # fmt: skip
+        forward, data, *_ = stems_of(_case((pixels // 1024, 32, 32), channels, filters), bfloat16)
+        assert thin is None or (forward == "conv2d_thin") == thin, (pixels, channels, filters)
+        forward, data, *_ = stems_of(_case((pixels // 1024, 32, 32), filters, channels), bfloat16)
+        assert thin is None or (data == "conv2d_thin") == thin, (pixels, filters, channels)
+
+
+def test_few_channels_of_a_data_gradient_in_tf32_are_left_to_others():
+    assert stems_of(_case((64, 56, 56), 12, 96), float32, tf32=1)[:3] == ["conv2d_thin", "conv2d_turn", "conv2d_hopper"]
+    assert stems_of(_case((64, 56, 56), 4, 96), float32, tf32=1)[:2] == ["conv2d_thin", "conv2d_thin"]
 
 
 @pytest.mark.parametrize(

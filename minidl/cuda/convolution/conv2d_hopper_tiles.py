@@ -138,11 +138,18 @@ PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
-# Of the same measurements: bytes per microsecond read and written, and how much of the shorter of arithmetic and memory
-# traffic the longer one does not hide; a block without another one beside it to hide its latencies, against two; a
-# launch.
-READ, WRITTEN, EXPOSED = 4.9e6, 3.5e6, 0.22
+# Of the same measurements: bytes per microsecond read and written; a block without another one beside it to hide its
+# latencies, against two; a launch.
+READ, WRITTEN = 4.9e6, 3.5e6
 ALONE, START = 1.3, 3.0
+# Arithmetic and memory traffic take together the root of the sum of their powers: the higher the power, the more of the
+# shorter one is hidden. It falls with the rows of pixels that a multiprocessor has under way, which come from memory
+# where filters come from the L2 cache: 1 + BESIDE / rows, 3.3 for tiles of 128 rows and 2.2 for 256 (1x1 1024-256 at
+# 14x14 pixels in TF32: 128x256 84 us, 256x128 89). OF_WINDOWS: that of windows. EXPOSED: of fetching rows that lie in
+# two lines, what memory traffic does not hide. WIDE: how much longer than of a 16-bit type the rest of a tile of
+# float32 takes, which writes twice the bytes. These four were fitted to 711 passes, 440 of them in TF32: a fifth of the
+# shapes, left out in turn, is chosen for as well.
+BESIDE, OF_WINDOWS, EXPOSED, WIDE = 300.0, 3.2, 0.1, 1.45
 # What the whole device takes to fetch a row of a stage; more for each cache line more that it is in (see `reads`), for
 # one that is filled up with zeros, by the root of its share of them, and for one of these where rows start within
 # sectors, of pixels and of filters. Times of all tiles at passes that fetching bounds (1x5 and 3x1 filters), taken for
@@ -232,13 +239,14 @@ def microseconds(
     if isinstance(tile, HaloTile):  # others of less depth than a stage wait for what they fetch
         multiplied *= 1 - SHALLOW * (1 - min(depth / channels, 1))
         multiplied *= 1 if code or columns_of(conv, backward) <= tile.columns else AGAIN
-    busy = _busy(conv, tile, multiplied, normalized) + sums * tile.sums
+    busy = _busy(conv, tile, multiplied, normalized, code) + sums * tile.sums
     busy += PATCHY * (tile.resident > 1 and reads(columns_of(conv, backward), itemsize_of(code))[1])
     least, more = _fetched(conv, backward, tile, code)
     arithmetic = max(rounds * busy, stages * (least + more)) + FIRST * isinstance(tile, HaloTile)
     memory = _memory(conv, backward, code)
-    exposed = EXPOSED * (min(arithmetic, memory) + min(stages * more, memory))
-    return arithmetic, START + max(arithmetic, memory) + exposed
+    power = OF_WINDOWS if isinstance(tile, HaloTile) else 1 + BESIDE / (tile.rows * tile.resident)
+    together = (arithmetic**power + memory**power) ** (1 / power)
+    return arithmetic, START + together + EXPOSED * min(stages * more, memory)
 
 
 def _most(conv: Convolution, tile: HopperTile | HaloTile, device: DeviceRecord, code: int) -> int:
@@ -300,7 +308,7 @@ def _memory(conv: Convolution, backward: bool, code: int) -> float:
     return y / READ + x / WRITTEN if backward else x / READ + y / WRITTEN
 
 
-def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: int) -> float:
+def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normalized: int, code: int) -> float:
     """Microseconds that a multiprocessor is busy with a tile of so many stages."""
     longer, loaded = 0.0, 0.0
     if normalized:
@@ -308,7 +316,8 @@ def _busy(conv: Convolution, tile: HopperTile | HaloTile, stages: float, normali
         longer = (_WINDOW if halo else _NORMALIZED[tile.rows, tile.columns]) - 1
         longer *= _PACKED if normalized > 1 else 1
         loaded = 0 if halo else stages / math.prod(conv.kernel) * _LOADED[normalized]
-    rest = tile.rest if tile.parts == 1 else tile.rest / tile.parts + _EXCHANGED
+    rest = tile.rest * (1 if code else WIDE)
+    rest = rest if tile.parts == 1 else rest / tile.parts + _EXCHANGED
     return stages * tile.step * (1 + longer) + loaded + rest
 
 

@@ -24,11 +24,15 @@ MORE = 48  # of an output or data gradient, multiples of eight of 16-bit types
 # TF32 and by one; of an output or data gradient, but for an output of few channels.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 FULL = 72  # blocks with which passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
-# Of an output of few channels in 16 bits, from as many as fill a stage of Hopper's kernels: channels beside which
-# memory bounds these; how many stages leave it so beside more of them, to FEW. From fewer, which Hopper's fill up with
-# zeros, these are faster (theirs and these, in us: 32-32 60.7 and 51.4, 32-24 21.5 and 15.4, 64-32 55.3 and 70.9,
-# 144-24 14.0 and 16.1, 136-8 23.9 and 19.2, 152-16 41.9 and 44.6, 704-16 39.0 and 47.6).
-BOUND, STAGES = 8, 2
+# Few times many channels that these may have beside Hopper's kernels, with fewer blocks and with as many: what a block
+# multiplies comes to take longer than what it moves (theirs and these, in us, 6144 pixels: 8-192 3.6 and 3.3, 16-192
+# 3.5 and 3.6, 16-1408 8.1 and 16.8; 98304: 24-384 27 and 26, 16-768 45 and 49).
+LONE, CROWDED = 2048, 9600
+# Of an output of few channels in 16 bits, from as many as fill a stage of Hopper's kernels: how many stages leave FEW
+# so that memory bounds these, and how many so few as BOUND. From less than a stage, which Hopper's fill up with zeros,
+# these are faster (theirs and these, in us: 32-32 60.7 and 51.4, 32-24 21.5 and 15.4, 64-32 55.3 and 70.9, 144-24 14.0
+# and 16.1, 136-8 23.9 and 19.2, 152-16 41.9 and 44.6, 192-8 13.3 and 13.6, 384-8 22.2 and 25.3, 704-16 39.0 and 47.6).
+STAGES, BOUND, MOST_STAGES = 2, 8, 3
 # Of a weight gradient in 16 bits: microseconds to start and end; bytes, and values of the narrow side, in one.
 STARTED, MOVED, MULTIPLIED = 8.5, 3.45e6, 2.2e6
 THREADS = 256
@@ -109,16 +113,23 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         return few <= FEW and STARTED + conv.pixels * (2 * (few + wide) / MOVED + few / MULTIPLIED) < others
     if weight and (hopper or tf32 == 1):
         return few <= (ROUNDED if tf32 == 1 else WEIGHT)
-    if which == "forward" and not widens and hopper and code:
-        stages = wide * itemsize_of(code) / STAGE_ROW
-        return few <= (FEW_HALVES if stages < 1 else FEW if stages < STAGES else BOUND)
-    if few <= FEW or not hopper:
+    if not hopper or weight:
         return few <= FEW
+    if not (code or widens):  # 12-96 in TF32, data gradient of 64 images of 56x56 pixels: 50 us, Hopper's 27
+        return few <= ROUNDED
+    if which == "forward" and not widens:
+        stages = wide * itemsize_of(code) / STAGE_ROW
+        most = FEW_HALVES if stages < 1 else FEW if stages < STAGES else BOUND
+        return few <= most and stages <= MOST_STAGES
+    if few * wide > (CROWDED if conv.pixels >= FULL * ROWS else LONE):
+        return False
+    if few <= FEW:
+        return True
     # Beside more than 24 there are no registers to write whole sectors of rows that begin within one; that the rows of
     # filters, read across, begin within one makes Hopper's kernels slow.
     if widens:
         return few <= GATHERED or wide * itemsize_of(code) % SECTOR == 0
-    return which == "backward_data" and (few <= GATHERED or few * itemsize_of(code) % SECTOR > 0)
+    return few <= GATHERED or few * itemsize_of(code) % SECTOR > 0
 
 
 def gather(
