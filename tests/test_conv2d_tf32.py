@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from minidl.cuda.convolution import conv2d_hopper
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -18,6 +19,7 @@ from tests.convolutions import (
     both,
     cases,
     obeys,
+    plan_of,
     put,
     same,
     same_bits_by_every_tile,
@@ -62,10 +64,12 @@ def test_it_is_taken_where_rounding_is_allowed():
     assert kernels("H200", 32, True) == kernels("H100", 20, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
     assert kernels("H200", 64, True, 224) == {"conv2d_halo_kernel", "conv2d_turn_kernel"}, "windows of wide images"
     assert kernels("H200", 16, False) == kernels("A100", 16, True) == {"conv2d_kernel"}
-    assert kernels("H200", 5, True) == {"conv2d_kernel", "widen_kernel"}
+    assert kernels("H200", 5, True) == {"widen_kernel", "conv2d_hopper_kernel", "conv2d_kernel"}, "8, then 5"
     first = {"conv2d_stem_kernel", "conv2d_stem_pack_kernel"}
     assert kernels("H200", 3, True) == {*first, "conv2d_kernel"}, "images have a kernel of their own"
-    assert "conv2d_kernel" in kernels("H200", 16, True), "half of each stage would be empty"
+    assert kernels("H200", 16, True) == kernels("H200", 8, True) == {"conv2d_hopper_kernel", "conv2d_turn_kernel"}
+    few = plan_of(Case("any", (32, 9, 10, 4), (32, 5, 5), padding=(2, 2)))
+    assert not conv2d_hopper.pays(few, 0, False), "less than a quarter of each stage would be full"
     assert "conv2d_kernel" in kernels("H200", 18, True)
     with family("hopper"), pytest.raises(ValueError, match="family"):
         kernels("H200", 16, False)
