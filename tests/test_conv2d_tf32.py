@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from minidl.cuda.convolution import conv2d_hopper
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -73,6 +73,28 @@ def test_it_is_taken_where_rounding_is_allowed():
     assert "conv2d_kernel" in kernels("H200", 18, True)
     with family("hopper"), pytest.raises(ValueError, match="family"):
         kernels("H200", 16, False)
+
+
+@pytest.mark.parametrize(
+    ("x", "filters", "which", "tile"),
+    [
+        ((256, 14, 14, 1024), (256, 1, 1), "forward", "128x256x4"),
+        ((256, 28, 28, 512), (256, 1, 1), "forward", "128x256x4"),
+        ((256, 14, 14, 256), (1024, 1, 1), "backward_data", "128x256x4"),
+        ((256, 7, 7, 512), (512, 3, 3), "forward", "192x128x4"),
+        ((256, 7, 7, 2048), (512, 1, 1), "forward", "192x128x4"),
+        ((256, 28, 28, 128), (128, 3, 3), "backward_data", "192x128x4"),
+        ((256, 56, 56, 64), (64, 3, 3), "backward_weight", "64x64x4*3"),
+        ((256, 14, 14, 256), (1024, 1, 1), "backward_weight", "256x128x4"),
+    ],
+)
+def test_tiles_that_were_measured_to_be_fastest_are_taken(x, filters, which, tile):
+    """Of layers of ResNet-50 on an H200, most of them a tenth before the next tile that is as large."""
+    conv = plan_of(Case("layer", x, filters, padding=(filters[1] // 2,) * 2))
+    if which == "backward_weight":
+        assert conv2d_weight_hopper.choose(conv, False, 1)[0].name == tile
+    else:
+        assert conv2d_hopper_tiles.choose(conv, which == "backward_data", BUILT_IN["H200"], 0)[0].name == tile
 
 
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
