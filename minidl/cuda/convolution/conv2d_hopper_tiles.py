@@ -133,8 +133,9 @@ SWAPPED = (
     HopperTile(96, 128, 7, 1, 1, 0.35, 0.9, 0.3, swapped=1),
     HopperTile(112, 128, 6, 1, 1, 0.375, 0.9, 0.3, swapped=1),
 )
-# The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks.
-PAIRED = HopperTile(128, 128, 5, 2, 1, 0.38, 0.9, 0.5, 2)
+# The one whose depth a cluster of two shares, for what is deep and fills no more than one round of such blocks: where
+# many multiprocessors have none, a stage comes sooner.
+PAIRED = HopperTile(128, 128, 5, 2, 1, 0.31, 0.9, 0.5, 2)
 # For a normalised input and few stages to a tile: all slabs leave at once, and what comes next has longer for it.
 ROOMY = HopperTile(128, 256, 3, 4, 1, 0.65, 1.0, 1.5)
 
@@ -171,9 +172,10 @@ _NORMALIZED = {(128, 256): 1.03, (256, 128): 1.17, (128, 192): 1.0, (192, 128): 
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
 # that an exchange counts. It takes 0.9; with more, short depths are left to tiles of 128x64, which where they have a
-# multiprocessor to themselves are quicker than estimated.
+# multiprocessor to themselves are quicker than estimated. This and the step of such a tile are fitted to the 711 passes,
+# too, and choose better at 80 others.
 PARTS = 1, 2
-_WORKERS, _EXCHANGED = 132, 2.5
+_WORKERS, _EXCHANGED = 132, 3.4
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
 LONGEST = 150.0  # microseconds that a block should last: what comes beside it waits for a multiprocessor no longer
 
