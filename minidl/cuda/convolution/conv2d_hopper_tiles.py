@@ -172,8 +172,8 @@ _NORMALIZED = {(128, 256): 1.03, (256, 128): 1.17, (128, 192): 1.0, (192, 128): 
 _WINDOW, _PACKED, _LOADED = 1.09, 0.3, (0.0, 0.08, 0.03)
 # Parts of the depth; multiprocessors that have a block each, of every device, so that sums are cut alike; microseconds
 # that an exchange counts. It takes 0.9; with more, short depths are left to tiles of 128x64, which where they have a
-# multiprocessor to themselves are quicker than estimated. This and the step of such a tile are fitted to the 711 passes,
-# too, and choose better at 80 others.
+# multiprocessor to themselves are quicker than estimated. This and the step of such a tile are fitted to the 711
+# passes, too, and choose better at 80 others.
 PARTS = 1, 2
 _WORKERS, _EXCHANGED = 132, 3.4
 _STARTED, _PASSED = 1.6, 4.0e6  # of a pass of its own: microseconds to start it, bytes in one
