@@ -428,12 +428,6 @@ class Layer(checks.Told):
         other.specs, other.buffer_specs, other.seed = list(self.specs), self.buffer_specs, self.seed
         return other
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
-        if self.ops is not None:
-            remedy = "unbound() makes another of its kind, and state_dict() has its values for load_state_dict"
-            raise TypeError(f"{self.name}: a layer that was used cannot be copied; {remedy}")
-        return self.unbound()
-
     def to(self, device: str | None = None, precision: Any = None) -> Layer:
         """Move a layer that works alone to ``"cpu"`` or ``"cuda"``, or give its products another precision."""
         if self._bound:

@@ -141,6 +141,7 @@ def test_what_many_channels_keep_busy_is_left_to_others():
         assert thin is None or (forward == "conv2d_thin") == thin, (pixels, channels, filters)
         forward, data, *_ = stems_of(_case((pixels // 1024, 32, 32), filters, channels), bfloat16)
         assert thin is None or (data == "conv2d_thin") == thin, (pixels, filters, channels)
+    assert stems_of(_case((13, 36, 36), 24, 440), bfloat16)[0] == "conv2d_thin", "whose rows begin within sectors"
 
 
 def test_few_channels_of_a_data_gradient_in_tf32_are_left_to_others():

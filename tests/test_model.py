@@ -486,7 +486,7 @@ def test_the_gradient_of_the_input_is_handed_over_when_asked_for(ops, rng):
     assert (ahead - behind) / 2 == pytest.approx(np.vdot(dx, step), rel=2e-2)
 
 
-def test_what_was_used_is_not_copied_but_made_again_as_the_error_says(rng):
+def test_a_model_is_not_copied_but_made_again_as_the_error_says(rng):
     model, images = m.Model(residual()), batch(rng)[0]
     with pytest.raises(TypeError, match=r"a Model cannot be copied; Model\(model\.graph\.unbound\(\), \.\.\.\) makes"):
         copy.deepcopy(model)
@@ -495,14 +495,3 @@ def test_what_was_used_is_not_copied_but_made_again_as_the_error_says(rng):
     for one in (model, again):
         one.eval()
     np.testing.assert_array_equal(again.forward(images), model.forward(images))
-
-    layer = m.Conv2d(3, 4, 3, name="conv")
-    fresh = copy.deepcopy(layer)
-    y = layer.forward(images)
-    with pytest.raises(TypeError, match=r"conv: a layer that was used cannot be copied; unbound\(\) makes another"):
-        copy.deepcopy(layer)
-    assert fresh.name == "conv" and fresh.comm is layer.comm
-    for other in (fresh, layer.unbound()):
-        other.forward(images)
-        other.load_state_dict(layer.state_dict())
-        np.testing.assert_array_equal(other.forward(images), y)

@@ -24,10 +24,11 @@ MORE = 48  # of an output or data gradient, multiples of eight of 16-bit types
 # TF32 and by one; of an output or data gradient, but for an output of few channels.
 WEIGHT, ROUNDED, GATHERED = 8, 4, 24
 FULL = 72  # blocks with which passes from more than that are faster (40-240, 32-192: 98 are, 49 and 25 are not)
-# Few times many channels that these may have beside Hopper's kernels, with fewer blocks and with as many: what a block
-# multiplies comes to take longer than what it moves (theirs and these, in us, 6144 pixels: 8-192 3.6 and 3.3, 16-192
-# 3.5 and 3.6, 16-1408 8.1 and 16.8; 98304: 24-384 27 and 26, 16-768 45 and 49).
-LONE, CROWDED = 2048, 9600
+# Few times many channels that these may have beside Hopper's kernels with FULL blocks, and by which power of them fewer
+# with fewer: what a block multiplies comes to take longer than what it moves; and how many times as many where rows of
+# the many begin within a sector, which makes theirs slower (theirs and these, in us, 6144 pixels: 8-192 3.6 and 3.3,
+# 16-192 3.5 and 3.6, 16-1408 8.1 and 16.8; 16848: 24-440 13.1 and 9.9; 98304: 24-384 27 and 26, 16-768 45 and 49).
+CROWDED, FEWER, WITHIN = 9600, 1.25, 1.3
 # Of an output of few channels in 16 bits, from as many as fill a stage of Hopper's kernels: how many stages leave FEW
 # so that memory bounds these, and how many so few as BOUND. From less than a stage, which Hopper's fill up with zeros,
 # these are faster (theirs and these, in us: 32-32 60.7 and 51.4, 32-24 21.5 and 15.4, 64-32 55.3 and 70.9, 144-24 14.0
@@ -121,7 +122,8 @@ def pays(conv: Convolution, code: int, tf32: int, which: str, hopper: bool, othe
         stages = wide * itemsize_of(code) / STAGE_ROW
         most = FEW_HALVES if stages < 1 else FEW if stages < STAGES else BOUND
         return few <= most and stages <= MOST_STAGES
-    if few * wide > (CROWDED if conv.pixels >= FULL * ROWS else LONE):
+    crowded = CROWDED * min(conv.pixels / (FULL * ROWS), 1) ** FEWER
+    if few * wide > crowded * (WITHIN if wide * itemsize_of(code) % SECTOR else 1):
         return False
     if few <= FEW:
         return True
