@@ -49,10 +49,8 @@ def ending():
 NETWORKS = [chained, crossed, ending]
 
 
-@pytest.mark.parametrize("build", NETWORKS)
+@pytest.mark.parametrize("build", [chained, crossed])
 def test_every_plan_computes_the_same(ops, build):
-    if build is ending:
-        pytest.skip("it has no classes")
     plain, *others = (run(fused(build, how, ops)) for how in fusion.PLANS)
     for other in others:
         close(plain, other, BOUND)

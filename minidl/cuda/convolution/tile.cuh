@@ -168,7 +168,6 @@ struct TileProduct {
 #pragma unroll
                     for (int k = 0; k < 2; ++k) multiply_fragments(total[i][j + k], a[i], b[j + k]);
             }
-        }
 #else
 #if DTYPE == 0
 #pragma unroll
@@ -180,8 +179,8 @@ struct TileProduct {
             for (int i = 0; i < M; ++i)
 #pragma unroll
                 for (int j = 0; j < N; ++j) multiply_fragments(total[i][j], a[i], b[j]);
-        }
 #endif
+        }
 #if TF32 == 3
 #pragma unroll
         for (int i = 0; i < M; ++i)
