@@ -130,6 +130,20 @@ def test_the_newest_of_the_same_measurement_counts(pages, content, tmp_path):
     assert "222.0" in pages.overview(tmp_path) and "111.0" not in pages.overview(tmp_path)
 
 
+def test_a_step_stands_beside_the_fastest_way_of_pytorch_that_a_run_had(report):
+    """A later run without that way would look better for it."""
+
+    def run(date, ms, **peers):
+        peers = {f"torch-{name}": theirs for name, theirs in peers.items()}
+        row = {"case": "net/8x8/b2", "dtype": "bf16", "arm": "compiled, auto", "ms": ms, "images_per_s": 1.0}
+        return {"date": date, "machine": {"cores": 2}, "rows": [row | {"peers": peers}]}
+
+    runs = [run("1", 4.0, graph=12.0), run("2", 4.0, graph=12.0, **{"compile-graph": 6.0}), run("3", 3.0, graph=12.0)]
+    for some, speed, theirs in ((runs[:1], "3.00", "12.0"), (runs, "1.50", "6.0"), (runs[::2], "4.00", "12.0")):
+        (line,) = cells(report.speed.training(some), "net/8x8/b2")
+        assert speed in line and theirs in line, line
+
+
 def with_steps_of(content, ms, date):
     changed = json.loads(json.dumps(content)) | {"date": date}
     for row in changed["rows"]:

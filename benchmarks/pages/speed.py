@@ -19,6 +19,7 @@ _PEERS = {
     "torch-ddp-compile": "PyTorch's DDP, compiled",
     "torch-ddp-compile-graph": "PyTorch's DDP, compiled, as a CUDA graph",
 }
+_LEADING = ("torch-compile-graph", "torch-ddp-compile-graph")  # the fastest wherever they were run
 _LEAST_MS = 0.008  # memory-bound operations that take less measure launches
 _LARGE = 1e8  # bytes, from which on those count as large
 _DTYPES = ("bf16", "fp16", "fp32")
@@ -29,7 +30,8 @@ Found = tuple[float, str, Row]  # speed against the best peer, on which machine,
 def _newest(files: Iterable[File], *what: str, beside: bool = False) -> list[tuple[str, Row]]:
     """The machine and the row; of the same row twice, by case, machine, dtype and ``what``, the newest.
 
-    ``beside``: of those that stand beside peers.
+    ``beside``: of those that stand beside peers, or beside PyTorch's fastest way where one of them does: a later run
+    without that one would look better for it.
     """
     found = {}
     for file in sorted(files, key=lambda file: file["date"]):
@@ -37,9 +39,14 @@ def _newest(files: Iterable[File], *what: str, beside: bool = False) -> list[tup
         for row in (row for row in file["rows"] if row["peers"] or not beside):
             key = row["case"], machine_of(file), row["dtype"], *(row.get(name) for name in what)
             assert key not in once, f"two rows of one file would be one: {key}"
-            once[key] = machine_of(file), row
+            if not beside or _leading(row) or not (key in found and _leading(found[key][1])):
+                once[key] = machine_of(file), row
         found |= once
     return list(found.values())
+
+
+def _leading(row: Row) -> bool:
+    return any(name in row["peers"] for name in _LEADING)
 
 
 def _beside_peers(files: Iterable[File], *what: str) -> list[Found]:
