@@ -91,7 +91,8 @@ def headline() -> str:
 def _usual_steps() -> Iterator[tuple]:
     """Of a step on several GPUs that on most; none with synchronised batch norms, where PyTorch waits for the host.
 
-    A step in bf16 beside a compiled one of PyTorch's has a line; the others have one for each dtype, machine and peer.
+    A step in bf16 on one GPU beside a compiled one of PyTorch's has a line; the others have one for each dtype, machine
+    and peer.
     """
     scaled = _steps(everywhere("bench_scaling"))
     most = {row["case"]: row.get("ranks", 1) for *_, row in sorted(scaled, key=lambda found: found[2].get("ranks", 1))}
@@ -102,7 +103,7 @@ def _usual_steps() -> Iterator[tuple]:
             continue
         (network, _, batch), (peer, ms), ranks = row["case"].split("/"), _peer(row), row.get("ranks", 1)
         on, case = f"{ranks} {machine}" if ranks > 1 else machine, f"{network}, batch {batch[1:]}"
-        if row["dtype"] == "bf16" and "compile" in _fastest(row):
+        if ranks == 1 and row["dtype"] == "bf16" and "compile" in _fastest(row):
             yield speed, f"training step: {case}, bf16", on, f"{peer}: {ms:.1f} ms, here {row['ms']:.1f}", ""
         else:
             together.setdefault((row["dtype"], on, peer), []).append((speed, network, case))
