@@ -100,6 +100,20 @@ def test_strips_meet_every_tap_once(case, backward):
         assert len(found) == len(set(found)) and set(found) == meetings
 
 
+@cases(CASES)
+@pytest.mark.parametrize("images", [1, 64, 700])
+def test_weight_gradients_are_cut_for_one_round_of_blocks(case, images):
+    """Every row is in one item, every item in one chunk, and the GPU can hold all blocks at once."""
+    conv = plan_of(case)._replace(images=images)
+    for code, itemsize in ((0, 4), (1, 2)):
+        planned, chunks = depthwise_strip.plan_weight(conv, code, (conv.channels,) * 2, itemsize)
+        of = {name: int(planned.problem[name][0]) for name in ("items", "chunk", "strips", "runs", "run", "slabs")}
+        assert of["items"] == images * of["strips"] * of["runs"]
+        assert (of["runs"] - 1) * of["run"] < conv.out_height <= of["runs"] * of["run"]
+        assert (chunks - 1) * of["chunk"] < of["items"] <= chunks * of["chunk"]
+        assert planned.grid == of["slabs"] * chunks <= depthwise_strip.PLACES * planned.defines["RESIDENT"]
+
+
 # -- on a GPU ---------------------------------------------------------------------------------------------------------
 
 
@@ -119,9 +133,10 @@ def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeyp
     """Sums of an output depend neither on how many columns a thread has nor on how many rows."""
     hosts = [draw(rng, shape, storage) for shape in (case.x, case.w, case.y)]
     found = []
-    for columns, wanted in ((range(1, 9), 1 << 18), ([1], 1), ([2], 1 << 18), ([3], 1 << 30)):
+    for columns, wanted, places in ((range(1, 9), 1 << 18, 132), ([1], 1, 1), ([2], 1 << 18, 3), ([3], 1 << 30, 132)):
         monkeypatch.setattr(depthwise_strip, "COLUMNS", columns)
         monkeypatch.setattr(depthwise_strip, "WANTED", wanted)
+        monkeypatch.setattr(depthwise_strip, "PLACES", places)
         for cached in (depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight):
             cached.cache_clear()
         found.append(three(cuda_ops, case, *put(cuda_ops, *hosts))[:2])

@@ -26,7 +26,8 @@
 //
 // Macros: DTYPE, VEC, COLUMNS; CHANNELS, SOURCE_PITCH (x in the weight gradient) and OTHER_PITCH (add, or dy in the
 // weight gradient): known pitches make every address a constant away from that of a row, half of all instructions
-// otherwise; those of strip.cuh; STATS, of a forward pass; WEIGHT, and of the weight gradient LANES and DEEP.
+// otherwise; those of strip.cuh; RESIDENT, the blocks that a multiprocessor shall hold; STATS, of a forward pass;
+// WEIGHT, and of the weight gradient LANES and DEEP.
 #include "common.cuh"
 #include "strip.cuh"
 
@@ -121,12 +122,13 @@ DEVICE void write_rows(const Sums& sums, i64 image, int base, int first, u32 ins
 #pragma unroll
                 for (int e = 0; e < VEC; ++e) value[e] += other[e];
             }
-            store<T, VEC>(to + j * CHANNELS, value);
+            const Raw<T, VEC> stored = pack<T>(value);
+            store_raw(to + j * CHANNELS, stored);
+            unpack(stored, value);
 #pragma unroll
             for (int e = 0; e < VEC && STATS; ++e) {
-                const float stored = to_float(from_float<T>(value[e]));
-                sum[e] += stored;
-                square[e] = fmaf(stored, stored, square[e]);
+                sum[e] += value[e];
+                square[e] = fmaf(value[e], value[e], square[e]);
             }
         }
     }
@@ -156,7 +158,7 @@ DEVICE void add_row(Sums& sums, const float (&values)[WINDOW][VEC], const float 
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filter, const float* __restrict__ bias,
                        const T* __restrict__ add, T* __restrict__ output, float* __restrict__ parts,
                        const __grid_constant__ Problem p) {
@@ -225,7 +227,7 @@ depthwise_strip_kernel(const T* __restrict__ source, const T* __restrict__ filte
 
 #else
 
-extern "C" __global__ void __launch_bounds__(THREADS, 3)
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
 depthwise_strip_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, float* __restrict__ output,
                               const __grid_constant__ Problem p) {
     await_predecessor();

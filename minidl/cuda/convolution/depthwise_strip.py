@@ -14,15 +14,19 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, Launched, argument,
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import DTYPE, rows, vector_width
 from minidl.precision import bfloat16, float32
-from minidl.shapes import Pair, ceil_div, round_up
+from minidl.shapes import Pair, ceil_div
 
 THREADS = 128
 VECTOR = 2  # channels of a thread, where their number is even
 COLUMNS = range(1, 9)  # base positions of a strip
 REGISTERS = 165  # that a thread may have, of which so many hold addresses and the like:
 AROUND = 42
-WANTED = 1 << 20  # threads that fill a GPU many times over
-WEIGHT_BLOCKS = 1056  # of a weight gradient
+FEW_REGISTERS = 146  # by this count, which is too high by 18 and more in 16 bits and without a stride
+RESIDENT = 3, 4  # blocks that a multiprocessor holds: with many registers, with few
+PLACES = 132  # multiprocessors that the work is cut for: a constant, so that sums are cut alike on every device
+LEAST_RUN = 4
+AHEAD = 3  # so many steps a weight gradient's thread waits for the first rows of an item
+WANTED = 1 << 20  # threads of a data gradient with a stride: enough to fill a GPU many times over
 MOST_SUMMED = 256  # values of bfloat16 whose squares float32 adds up without loss, where they are of one binade
 
 # The structures Strips and Problem of depthwise_strip.cu.
@@ -41,7 +45,7 @@ class Strip(NamedTuple):
 def fits(conv: Convolution, which: str, itemsize: int) -> bool:
     """Whether the filters and sums of some strip fit into registers; one output per channel, no dilation."""
     undilated = all(step == 1 or taps == 1 for step, taps in zip(conv.dilation, conv.kernel, strict=True))
-    return conv.multiplier == 1 and undilated and _strip(conv, which, 1, itemsize) is not None
+    return conv.multiplier == 1 and undilated and _columns(conv, which, 1, itemsize) is not None
 
 
 def gather(
@@ -106,13 +110,10 @@ def _bases(conv: Convolution, backward: bool) -> tuple[Pair, Pair, Pair]:
     return sizes, tuple(m - far for m, far in zip(first, reach, strict=True)), output
 
 
-@functools.lru_cache(maxsize=1024)
-def _strip(conv: Convolution, which: str, vector: int, itemsize: int) -> Strip | None:
-    """The strip that should take the least instructions, if there is one; depends on sizes alone."""
-    (height, width), backward = _bases(conv, which == "backward_data")[0], which == "backward_data"
+def _columns(conv: Convolution, which: str, vector: int, itemsize: int) -> int | None:
+    """Of the strip that should take the least instructions, if there is one."""
+    (_, width), backward = _bases(conv, which == "backward_data")[0], which == "backward_data"
     fitting = [c for c in COLUMNS if _registers(conv, which, vector, itemsize, c) <= REGISTERS]
-    if not fitting:
-        return None
     taps = prod(conv.kernel)
 
     def work(columns: int) -> float:
@@ -120,11 +121,49 @@ def _strip(conv: Convolution, which: str, vector: int, itemsize: int) -> Strip |
         # Products, reads and writes, and what a step takes besides.
         return ceil_div(width, columns) * (columns * (taps + 3) + 4 * window * (1 if backward else conv.stride[0]) + 12)
 
-    columns = min(fitting, key=work)
-    threads = conv.images * ceil_div(width, columns) * conv.channels // vector
-    least = 3 * max(ages(conv) - 1, 1)
-    runs = max(1, min(ceil_div(WANTED, max(threads, 1)), height // least))
-    return Strip(vector, columns, ceil_div(height, runs))
+    return min(fitting, key=work, default=None)
+
+
+def _widest(conv: Convolution, which: str, vector: int, itemsize: int) -> tuple[int, int]:
+    """(channels of a thread, at most ``vector``; columns of its strip)"""
+    columns = _columns(conv, which, vector, itemsize)
+    return (vector, columns) if columns else (1, _columns(conv, which, 1, itemsize))
+
+
+def _resident(conv: Convolution, which: str, vector: int, itemsize: int, columns: int) -> int:
+    """Blocks that a multiprocessor holds, by the registers that their threads are given."""
+    few = _registers(conv, which, vector, itemsize, columns) <= FEW_REGISTERS
+    return RESIDENT[few and itemsize == 2 and prod(conv.stride) == 1]
+
+
+def _runs(height: int, most: int) -> list[int]:
+    """Rows of a run, at most so many, where ``height`` is cut alike; the longest first, which read the least twice."""
+    return sorted({min(ceil_div(height, n), most) for n in range(1, ceil_div(height, LEAST_RUN) + 1)}, reverse=True)
+
+
+@functools.lru_cache(maxsize=1024)
+def _strip(conv: Convolution, which: str, vector: int, itemsize: int, most: int | None = None) -> Strip:
+    """The strip of a forward pass or a data gradient; depends on sizes alone.
+
+    Args:
+        most: outputs of a channel that a thread may have.
+
+    A run of rows meets `ages` - 1 rows beside its own. All blocks take about as long, so the GPU is full for whole
+    rounds of as many as it holds, and a last round of few costs as much as another: short runs fill rounds, long ones
+    read less. Where a data gradient has a stride, most of the time goes to what a row writes, and short runs are best.
+    """
+    vector, columns = _widest(conv, which, vector, itemsize)
+    height, width = _bases(conv, which == "backward_data")[0]
+    threads, beside = conv.images * ceil_div(width, columns) * conv.channels // vector, ages(conv) - 1
+    if which == "backward_data" and prod(conv.stride) > 1:
+        runs = max(1, min(ceil_div(WANTED, max(threads, 1)), height // (3 * max(beside, 1))))
+        return Strip(vector, columns, ceil_div(height, runs))
+    places = PLACES * _resident(conv, which, vector, itemsize, columns)
+
+    def time(run: int) -> int:
+        return ceil_div(ceil_div(threads * ceil_div(height, run), THREADS), places) * (run + beside)
+
+    return Strip(vector, columns, min(_runs(height, most // columns if most else height), key=time))
 
 
 def _window(conv: Convolution, backward: bool, columns: int) -> tuple[int, int]:
@@ -159,13 +198,14 @@ def plan(
         stats: whether each thread sums up what it writes.
     """
     which = "backward_data" if backward else "forward"
-    strip = _strip(conv, which, vector, itemsize) or _strip(conv, which, 1, itemsize)
     if stats:  # the order of sums follows from the sizes alone: misaligned arrays cost narrower vectors, not other bits
-        strip = _strip(conv, which, gcd(conv.channels, VECTOR), itemsize) or strip
-        strip = strip._replace(vector=min(vector, strip.vector), run=min(strip.run, MOST_SUMMED // strip.columns))
+        strip = _strip(conv, which, gcd(conv.channels, VECTOR), itemsize, MOST_SUMMED)
+        strip = strip._replace(vector=min(vector, strip.vector))
+    else:
+        strip = _strip(conv, which, vector, itemsize)
     problem, items = _problem(conv, backward, strip, 0, 0)
     grid = ceil_div(items * (conv.channels // strip.vector), THREADS)
-    defines = _defines(conv, code, strip, pitches) | {"BACKWARD": int(backward), "WEIGHT": 0, "STATS": int(stats)}
+    defines = _defines(conv, which, code, strip, pitches, itemsize) | {"WEIGHT": 0, "STATS": int(stats)}
     return Launched("depthwise_strip", "depthwise_strip_kernel", grid, THREADS, problem, defines, 0)
 
 
@@ -173,30 +213,43 @@ def plan(
 def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int], itemsize: int) -> tuple[Launched, int]:
     """The launch that leaves the weight gradient's partial sums, and the number of their chunks.
 
+    As many blocks as the GPU holds at once, or a few less: each leaves partial sums, and a second round would last as
+    long as the first. Of the runs that one is taken whose block has the fewest steps.
+
     Args:
         pitches: of x and of dy; the rest as in `plan`.
     """
-    vector = gcd(conv.channels, VECTOR)
-    strip = _strip(conv, "backward_weight", vector, itemsize) or _strip(conv, "backward_weight", 1, itemsize)
-    vectors = conv.channels // strip.vector
+    which = "backward_weight"
+    vector, columns = _widest(conv, which, gcd(conv.channels, VECTOR), itemsize)
+    vectors = conv.channels // vector
     lanes = ceil_div(vectors, ceil_div(vectors, 32))
     deep, slabs = THREADS // lanes, ceil_div(vectors, lanes)
-    items = _problem(conv, False, strip, 0, slabs)[1]
-    chunks = max(1, min(ceil_div(items, deep), WEIGHT_BLOCKS // slabs))
-    chunk = round_up(ceil_div(items, chunks), deep)
+    most = max(1, PLACES * _resident(conv, which, vector, itemsize, columns) // slabs)
+    strips = conv.images * ceil_div(conv.out_width, columns)
+
+    def share(run: int) -> int:
+        """Items of a thread."""
+        return ceil_div(ceil_div(strips * ceil_div(conv.out_height, run), deep), most)
+
+    run = min(_runs(conv.out_height, conv.out_height), key=lambda run: share(run) * (run + ages(conv) - 1 + AHEAD))
+    strip, chunk = Strip(vector, columns, run), deep * share(run)
+    problem, items = _problem(conv, False, strip, chunk, slabs)
     chunks = ceil_div(items, chunk)
-    problem = _problem(conv, False, strip, chunk, slabs)[0]
-    defines = _defines(conv, code, strip, pitches) | {"BACKWARD": 0, "WEIGHT": 1, "LANES": lanes, "DEEP": deep}
-    shared = 4 * deep * prod(conv.kernel) * lanes * strip.vector
+    defines = _defines(conv, which, code, strip, pitches, itemsize) | {"WEIGHT": 1, "LANES": lanes, "DEEP": deep}
+    shared = 4 * deep * prod(conv.kernel) * lanes * vector
     name = "depthwise_strip_weight_kernel"
     return Launched("depthwise_strip", name, slabs * chunks, lanes * deep, problem, defines, shared), chunks
 
 
-def _defines(conv: Convolution, code: int, strip: Strip, pitches: tuple[int, int]) -> dict[str, int]:
+def _defines(
+    conv: Convolution, which: str, code: int, strip: Strip, pitches: tuple[int, int], itemsize: int
+) -> dict[str, int]:
+    resident = _resident(conv, which, strip.vector, itemsize, strip.columns)
     return {
         "DTYPE": code, "VEC": strip.vector, "COLUMNS": strip.columns, "CHANNELS": conv.channels,
         "SOURCE_PITCH": pitches[0], "OTHER_PITCH": pitches[1], "KERNEL_H": conv.kernel[0], "KERNEL_W": conv.kernel[1],
-        "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1],
+        "STRIDE_H": conv.stride[0], "STRIDE_W": conv.stride[1], "RESIDENT": resident,
+        "BACKWARD": int(which == "backward_data"),
     }  # fmt: skip
 
 
