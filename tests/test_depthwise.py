@@ -54,6 +54,7 @@ OTHERS = [
 ]
 NAMES = ("3x3", "3x3-odd-channels", "3x3-stride-2-even", "5x5", "5x3-stride-2", "stride-over-kernel")
 FEW = [case for case in CASES if case.name in NAMES]
+CACHED = (depthwise_strip._columns, depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight)
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -137,10 +138,10 @@ def test_every_strip_gives_the_same_output(cuda_ops, case, storage, rng, monkeyp
         monkeypatch.setattr(depthwise_strip, "COLUMNS", columns)
         monkeypatch.setattr(depthwise_strip, "WANTED", wanted)
         monkeypatch.setattr(depthwise_strip, "PLACES", places)
-        for cached in (depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight):
+        for cached in CACHED:
             cached.cache_clear()
         found.append(three(cuda_ops, case, *put(cuda_ops, *hosts))[:2])
-    for cached in (depthwise_strip._strip, depthwise_strip.plan, depthwise_strip.plan_weight):
+    for cached in CACHED:
         cached.cache_clear()
     for other in found[1:]:
         same(other, found[0])

@@ -21,10 +21,10 @@ VECTOR = 2  # channels of a thread, where their number is even
 COLUMNS = range(1, 9)  # base positions of a strip
 REGISTERS = 165  # that a thread may have, of which so many hold addresses and the like:
 AROUND = 42
-FEW_REGISTERS = 146  # by this count, which is too high by 18 and more in 16 bits and without a stride
+FEW_REGISTERS = 146  # by this count: in 16 bits and without a stride the compiler then gets by with 128
 RESIDENT = 3, 4  # blocks that a multiprocessor holds: with many registers, with few
 PLACES = 132  # multiprocessors that the work is cut for: a constant, so that sums are cut alike on every device
-LEAST_RUN = 4
+LEAST_RUN = 4  # rows of a run
 AHEAD = 3  # so many steps a weight gradient's thread waits for the first rows of an item
 WANTED = 1 << 20  # threads of a data gradient with a stride: enough to fill a GPU many times over
 MOST_SUMMED = 256  # values of bfloat16 whose squares float32 adds up without loss, where they are of one binade
@@ -110,6 +110,7 @@ def _bases(conv: Convolution, backward: bool) -> tuple[Pair, Pair, Pair]:
     return sizes, tuple(m - far for m, far in zip(first, reach, strict=True)), output
 
 
+@functools.lru_cache(maxsize=1024)
 def _columns(conv: Convolution, which: str, vector: int, itemsize: int) -> int | None:
     """Of the strip that should take the least instructions, if there is one."""
     (_, width), backward = _bases(conv, which == "backward_data")[0], which == "backward_data"
@@ -145,12 +146,12 @@ def _runs(height: int, most: int) -> list[int]:
 def _strip(conv: Convolution, which: str, vector: int, itemsize: int, most: int | None = None) -> Strip:
     """The strip of a forward pass or a data gradient; depends on sizes alone.
 
-    Args:
-        most: outputs of a channel that a thread may have.
-
     A run of rows meets `ages` - 1 rows beside its own. All blocks take about as long, so the GPU is full for whole
     rounds of as many as it holds, and a last round of few costs as much as another: short runs fill rounds, long ones
     read less. Where a data gradient has a stride, most of the time goes to what a row writes, and short runs are best.
+
+    Args:
+        most: outputs of a channel that a thread may have.
     """
     vector, columns = _widest(conv, which, vector, itemsize)
     height, width = _bases(conv, which == "backward_data")[0]
@@ -214,7 +215,8 @@ def plan_weight(conv: Convolution, code: int, pitches: tuple[int, int], itemsize
     """The launch that leaves the weight gradient's partial sums, and the number of their chunks.
 
     As many blocks as the GPU holds at once, or a few less: each leaves partial sums, and a second round would last as
-    long as the first. Of the runs that one is taken whose block has the fewest steps.
+    long as the first. Of the runs that one is taken whose block has the fewest steps. On an H200, 1056 blocks of short
+    runs took 13 % longer, the mean of the layers of MobileNetV2 and EfficientNet-B0 at 128 images.
 
     Args:
         pitches: of x and of dy; the rest as in `plan`.
