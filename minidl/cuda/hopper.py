@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from minidl.cuda._launch import Map
@@ -64,6 +65,9 @@ class Views:
 
     def __init__(self, *views: tuple[View, int]) -> None:
         self._views = views
+
+    def __iter__(self) -> Iterator[tuple[View, int]]:
+        return iter(self._views)
 
     @property
     def legal(self) -> bool:

@@ -1,0 +1,81 @@
+"""Convolutions on Hopper's kernels where there is no GPU, whatever comes late: every bit is the definition's.
+
+The kernels' own source, by `tests.emulator`. Sizes that end inside of tiles; few, as a value takes a thousand
+instructions of this machine for each of a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
+from minidl.cuda.convolution.conv2d_family import family
+from minidl.precision import bfloat16, float32
+from tests import emulator
+from tests.convolutions import Case, both, cases, draws, exact_on_whole_numbers, exact_weight_gradient, put
+from tests.reference import conv2d as reference
+from tests.test_conv2d_masked import check, operands
+from tests.tolerance import draw_integers
+
+CASES = [
+    Case("1x1", (2, 9, 11, 72), (136, 1, 1)),
+    Case("1x1-stride-2", (2, 9, 11, 64), (64, 1, 1), stride=(2, 2)),
+    Case("3x3", (2, 7, 9, 64), (72, 3, 3), padding=(1, 1)),
+    Case("stride-2", (2, 10, 9, 64), (64, 3, 3), stride=(2, 2), padding=(1, 1)),
+    Case("channels-over-stages", (1, 8, 9, 136), (24, 3, 3), padding=(1, 1)),
+    Case("dilated", (1, 11, 13, 16), (16, 3, 2), padding=(2, 1), dilation=(2, 2)),
+]
+FEW = [case for case in CASES if case.name in ("1x1", "3x3", "stride-2")]
+
+
+@pytest.fixture(params=[0, 1])
+def emulated(request):
+    """The CUDA table with its convolutions on Hopper's kernels, two orders of events."""
+    with emulator.table(request.param) as ops, family("hopper"):
+        yield ops
+
+
+@cases(CASES)
+def test_outputs_and_data_gradients(emulated, case, rng):
+    exact_on_whole_numbers(emulated, case, bfloat16, rng, both)
+    assert "conv2d_hopper_kernel" in emulated.kernels
+
+
+@cases(CASES)
+def test_weight_gradients(emulated, case, rng):
+    exact_weight_gradient(emulated, case, bfloat16, rng)
+    assert "conv2d_weight_hopper_kernel" in emulated.kernels
+
+
+@cases(FEW)
+def test_statistics_on_the_way(emulated, case, rng):
+    x, w, _ = draws(rng, case, bfloat16)
+    y, stats = emulated.conv2d_stats(*put(emulated, x, w), **case.options)
+    rows = y.astype(np.float64).reshape(-1, case.w[0])
+    means, squares = stats[1:].reshape(2, -1)
+    np.testing.assert_allclose(means, rows.mean(0), rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(squares, ((rows - rows.mean(0)) ** 2).sum(0), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("joined", "added"), [(False, False), (True, True)])
+@cases(FEW)
+def test_masks_and_sums_on_the_way(emulated, case, joined, added, rng):
+    check(emulated, case, *operands(rng, case, bfloat16, joined, added))
+
+
+@cases(FEW)
+def test_normalising_on_the_way(emulated, case, rng, monkeypatch):
+    """Output and weight gradient of an input that is nowhere in memory, also where that takes longer."""
+    monkeypatch.setattr(conv2d_hopper, "normalizing_pays", lambda *facts: True)
+    monkeypatch.setattr(conv2d_weight_hopper, "normalizes", lambda conv: True)
+    (x, w, dy), channels = draws(rng, case, bfloat16), case.x[3]
+    mean, beta = draw_integers(rng, channels, float32, limit=1), draw_integers(rng, channels, float32, limit=1)
+    norm = np.stack([mean, np.ones(channels, float32)]), np.full(channels, 2, float32), beta
+    seen = np.maximum((x.astype(float32) - mean) * 2 + beta, 0).astype(bfloat16)
+    found, out = emulated.conv2d(*put(emulated, x, w), **case.options, norm=norm), np.full(w.shape, np.nan, float32)
+    expected = reference.conv2d(seen, w, **case.options).astype(float32).astype(bfloat16)
+    np.testing.assert_array_equal(found.astype(float32), expected.astype(float32))
+    emulated.conv2d_backward_weight(*put(emulated, dy, x), **case.options, out=out, norm=norm)
+    np.testing.assert_array_equal(out, reference.conv2d_backward_weight(dy, seen, w.shape, **case.options))
+    assert set(emulated.kernels) <= {"conv2d_hopper_kernel", "conv2d_weight_hopper_kernel", "conv2d_weight_sum_kernel"}
