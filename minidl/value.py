@@ -324,6 +324,30 @@ class SpacedGradient(MaskedGradient):
         raise AssertionError("the convolution that it was left to adds it")
 
 
+class NormGradient(MaskedGradient):
+    """The gradient of a batch norm's input, of which the last pass, ``batch_norm_backward_apply``, is still owed.
+
+    The convolution below may make of it both of its own gradients, which then read once what that pass and they
+    would read three times.
+
+    Attributes:
+        dy: gradient of the batch norm's output.
+        facts: its input, moments, weight, sums and count, as ``batch_norm_backward_apply`` takes them.
+        passed: the gradient of the convolution's input, once the convolution has made both.
+    """
+
+    __slots__ = ("facts", "passed")
+
+    def __init__(self, dy: Any, *facts: Any):
+        super().__init__(dy)
+        self.facts, self.passed = facts, None
+
+    def finish(self, ops: ModuleType) -> Any:
+        if self.array is None:
+            self.array = ops.batch_norm_backward_apply(self.dy, *self.facts)
+        return self.array
+
+
 def addend(ops: ModuleType, layer: Any, gradient: Any) -> Any:
     """A gradient as a layer's ``backward`` takes it to add."""
     return gradient if isinstance(gradient, layer.accepts_owed) else finished(ops, gradient)

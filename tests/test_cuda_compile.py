@@ -91,6 +91,11 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=0) -> 
     ops.conv2d(x, w, bias, norm=norm, **where)
     ops.conv2d_stats(x, w, norm=norm, **where)
     ops.conv2d_backward_weight(dy, x, norm=norm, out=ops.empty(w.shape, np.float32), **where)
+    sums = ops.empty((2, filters), np.float64), ops.empty((1,), np.float64)
+    for below in (None, norm) if ops.conv2d_makes_both(x.shape, w, **where) else (norm,):
+        out = ops.empty(w.shape, np.float32)
+        dx, parts = ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, norm=below, out=out, **where)
+        assert dx.shape == x.shape and (below is not None or parts is None)
     ops.channel_sum(dy, out=db)
 
 

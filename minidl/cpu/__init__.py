@@ -45,10 +45,12 @@ from minidl.cpu.conv2d import (
     channel_sum,
     conv2d,
     conv2d_adds_spaced,
+    conv2d_backward_both,
     conv2d_backward_data,
     conv2d_backward_data_masked,
     conv2d_backward_data_summed,
     conv2d_backward_weight,
+    conv2d_makes_both,
     conv2d_stats,
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled

@@ -12,7 +12,12 @@ from minidl import checks, shapes
 from minidl.cpu import _conv2d
 from minidl.cpu.activation import activate, relu_backward
 from minidl.cpu.array import QUIET, Array, cast, contiguous, copy_into, empty, rows, write_gradient, zeros
-from minidl.cpu.batch_norm import batch_norm_apply, batch_norm_backward_stats, batch_norm_stats
+from minidl.cpu.batch_norm import (
+    batch_norm_apply,
+    batch_norm_backward_apply,
+    batch_norm_backward_stats,
+    batch_norm_stats,
+)
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -191,6 +196,39 @@ def conv2d_backward_data_masked(
         dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
     dx = relu_backward(dx, batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y)
     return dx, batch_norm_backward_stats(dx, x, moments)
+
+
+def conv2d_makes_both(
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+) -> bool:
+    """Whether a kernel does what `conv2d_backward_both` does: a GPU's may."""
+    return False
+
+
+def conv2d_backward_both(
+    dz: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, w: Array, x: Array, *,
+    stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array, accumulate: bool = False,
+    norm: Norm | None = None, tf32: bool = False,
+) -> tuple[Array, Array | None]:  # fmt: skip
+    """Both gradients of a convolution under a batch norm over its batch, from what its output's gradient is made of.
+
+    Args:
+        dz: (N, P, Q, K), gradient of the batch norm's output.
+        y, moments, gamma, sums, count: as `batch_norm_backward_apply` takes them; ``y`` is the convolution's output.
+        w, x: of the convolution.
+        norm: (moments, gamma, beta) where ``x`` is the input of that batch norm with a ReLU over it, whose output the
+            convolution saw; the gradient of ``x`` counts where that is positive.
+        out, accumulate: the filters' gradient, as of `conv2d_backward_weight`.
+
+    Returns:
+        The gradient of ``x``; with ``norm`` the parts of its sums, as of `conv2d_backward_data_masked`, else None.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
+    dy = batch_norm_backward_apply(dz, y, moments, gamma, sums, count)
+    conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm)
+    if norm is None:
+        return conv2d_backward_data(dy, w, x.shape, **geometry), None
+    return conv2d_backward_data_masked(dy, w, x, *norm, **geometry)
 
 
 @QUIET

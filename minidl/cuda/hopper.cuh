@@ -164,15 +164,23 @@ DEVICE void commit_stores() { asm volatile("cp.async.bulk.commit_group;" ::: "me
 template <int PENDING>
 DEVICE void await_stores_read() { asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory"); }
 
+// Lets the threads of a warpgroup, which have FROM registers each, go on with TO. Who takes waits until there are as
+// many; where there never are, for ever.
+template <int FROM, int TO>
+DEVICE void set_registers() {
+    if constexpr (TO < FROM) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(TO));
+    if constexpr (TO > FROM) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TO));
+}
+
 // How a block alone on its multiprocessor shares out the registers: all its threads begin with as many, GIVING of them
 // keep LEFT each, TAKING go on with TAKEN. Whole warpgroups do so, of a kernel whose __launch_bounds__ say all of these
-// threads. Who takes waits until there are as many; where there never are, for ever.
+// threads.
 template <int GIVING, int LEFT, int TAKING, int TAKEN>
 struct RegisterShares {
     static constexpr int BLOCK = GIVING + TAKING, EACH = 65536 / BLOCK / 8 * 8;
     static_assert(GIVING * LEFT + TAKING * TAKEN <= BLOCK * EACH, "no more registers than there are");
-    DEVICE void give() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LEFT)); }
-    DEVICE void take() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(TAKEN)); }
+    DEVICE void give() { set_registers<EACH, LEFT>(); }
+    DEVICE void take() { set_registers<EACH, TAKEN>(); }
 };
 
 // Starts a copy of 16 bytes by this thread, of zeros where there are none.
@@ -310,6 +318,10 @@ DEVICE uint2 load_shared_pair(u32 address) {
     uint2 value;
     asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address) : "memory");
     return value;
+}
+
+DEVICE void store_shared(u32 address, float value) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
 }
 
 DEVICE void store_shared(u32 address, uint2 value) {

@@ -17,6 +17,7 @@ from minidl.value import (
     GatedGradient,
     MaskedGradient,
     Normalized,
+    NormGradient,
     Origin,
     PooledGradient,
     TiledGradient,
@@ -52,6 +53,7 @@ class BatchNorm2d(AffineNorm):
     accepts_unfinished = True  # for the statistics that may come with a finished one
     modes = ("training", "deferred")
     deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
+    leaves = False  # set by hand, by no plan: the convolution below makes both its gradients of what this one's is of
 
     def __init__(
         self,
@@ -182,11 +184,14 @@ class BatchNorm2d(AffineNorm):
         else:
             if isinstance(dy, MaskedGradient) and dy.other is not None:
                 other, dy.other = dy.other, None  # the second batch norm to come takes nobody's sums
-                if dy.norm == self.name and sums is not None and add is None:
+                if dy.norm == self.name and sums is not None and add is None and not self.leaves:
                     dx, dy.parts = self.ops.batch_norm_backward_apply_stats(dy.array, *facts, other.raw, other.moments)
                     dy.norm = other.owner
                     return dx
-            return self.ops.batch_norm_backward_apply(finished(self.ops, dy), *facts, add=add)
+            dy = finished(self.ops, dy)
+            if self.leaves and sums is not None and add is None:
+                return NormGradient(dy, *facts)
+            return self.ops.batch_norm_backward_apply(dy, *facts, add=add)
         return dx if add is None else self.ops.add(dx, add)
 
     def describe(self) -> str:

@@ -14,6 +14,7 @@ from minidl.shapes import Pair, conv_output_size, conv_transpose_output_size
 from minidl.value import (
     MaskedGradient,
     Normalized,
+    NormGradient,
     Origin,
     SpacedGradient,
     Value,
@@ -212,11 +213,33 @@ class Conv2d(_Convolution):
     def backward_weight(self, dy: Any) -> None:
         kept = self.saved()
         if (weight := self.grad("weight")) is not None:
-            # An input that was never written is made again.
-            x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
-            options = {"out": weight.view, "accumulate": not weight.first, "norm": norm, "tf32": self.tf32}
-            self.ops.conv2d_backward_weight(finished(self.ops, dy), x, **self.geometry, **options)
+            options = {**self.geometry, "out": weight.view, "accumulate": not weight.first, "tf32": self.tf32}
+            if isinstance(dy, NormGradient) and self._makes_both(kept):
+                self._backward_both(dy, kept, options)
+            else:
+                # An input that was never written is made again.
+                x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
+                self.ops.conv2d_backward_weight(finished(self.ops, dy), x, norm=norm, **options)
         self._backward_bias(dy)
+
+    def _makes_both(self, kept: Any) -> bool:
+        """Whether a kernel makes both gradients of what a batch norm above has left to do: the input's as it is, or
+        masked for a ReLU over a batch norm alone."""
+        if not self.needs_input_grad or self.sums or hasattr(kept, "relu"):
+            return False
+        if hasattr(kept, "below"):
+            _, _, sole, affine = kept.below
+            if not (self.masks and sole and all(vector is not None for vector in affine)):
+                return False
+        shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
+        return self.ops.conv2d_makes_both(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+
+    def _backward_both(self, dy: NormGradient, kept: Any, options: dict[str, Any]) -> None:
+        x, norm, below = kept.x if hasattr(kept, "x") else kept.raw, None, getattr(kept, "below", None)
+        if below is not None:
+            x, norm = kept.raw, (kept.moments, *below[3])
+        dx, parts = self.ops.conv2d_backward_both(dy.dy, *dy.facts, self.params["weight"], x, norm=norm, **options)
+        dy.passed = dx if below is None else MaskedGradient.masked(dx, below[0], below[1], parts)
 
     @property
     def every_second(self) -> bool:
@@ -228,6 +251,8 @@ class Conv2d(_Convolution):
         return self.ops.conv2d_adds_spaced(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
+        if isinstance(dy, NormGradient) and dy.passed is not None and add is None:
+            return dy.passed
         dy, add = finished(self.ops, dy), add.dy if isinstance(add, SpacedGradient) else add
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}
         if hasattr(kept, "relu"):

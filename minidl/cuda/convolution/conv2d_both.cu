@@ -1,0 +1,399 @@
+// Both gradients of a 1x1 convolution under a batch norm on Hopper (sm_90a), from one read of what its output's gradient
+// is made of; 16-bit types, one group, no stride, no padding.
+//
+//   dy[p,k] = dz[p,k]*scale[k] + (y[p,k]*bend[k] + offset[k])     the gradient of the batch norm's input, rounded to T
+//   dw[k,c] = sum_p dy[p,k] x[p,c]
+//   dx[p,c] = sum_k dy[p,k] w[k,c]
+//
+// p is a pixel, dz the gradient of the batch norm's output, y its input (affine.cuh has the formula). By kernels of
+// their own dy is written once and read twice, after dz and y were read: five passes over the convolution's output, of
+// which two are left. dy has the bits that a pass of its own would write, and is never in memory.
+//
+// BELOW: x is the input of a batch norm with a ReLU over it. The convolution's input is made of it as it is read
+// (conv2d_input.cuh), and the data gradient masked and summed for both as in conv2d_hopper.cu (MASKED 1 there).
+//
+// A block owns 64 columns c, all filters k and a chunk of the pixels, 64 at a time: their gradient dw stays in registers
+// until its last tile, dx leaves with every tile. Blocks of the same pixels run side by side, so that dz and y come from
+// memory once. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+//
+// The arrays are seen through tensor maps (conv2d_both.py makes them), boxes of 64 x 64 unless it says otherwise:
+//   dz, y    (K, pixels)
+//   w        (C, K): 64 x 128
+//   x, dx    (C, pixels)
+//   partials  (chunks, K, C) float32, for sum_partials_kernel
+//   sums      with BELOW: (tiles, 2, C) float32, for batch_norm_merge.cu
+// A stage is 128 filters of a tile: two boxes of dz, where dy takes their place, and two of y. dy lies there as rows of
+// pixels: that is K-major for dx, where filters are summed, and MN-major for dw, where pixels are.
+//
+// Macros: DTYPE (1, 2); BELOW; DEEP, stages of a tile, K / 128; STAGES in shared memory.
+// Grid: column tiles first, then chunks. Block: five warpgroups, each a role: one multiplies for dx and finishes it, two
+// for dw, each of half of the filters of every stage, one makes dy (and the convolution's input), one thread of the last
+// fills. What bounds it is memory: a stage of 256 filters takes 2200 clocks to come at 4.2 TB/s, the products of both
+// 512, and dy some 600 of another warpgroup (by count of instructions).
+// Dynamic shared memory: `Layout::BYTES`.
+// (Worked out, not measured: so far it has run on a CPU alone, tests/emulator.)
+// FLOP: 4 * K * C * pixels. Bytes: dz, y, x, dx once, where C is at most 64; dz and y from the L2 cache for further
+// columns; 4 * chunks * |dw| twice.
+#define MASKED BELOW
+#define NORMALIZED BELOW
+#define BACKWARD 1
+#define STATISTICS 0
+#include "affine.cuh"
+#include "conv2d_columns.cuh"
+#include "conv2d_input.cuh"
+#include "wgmma.cuh"
+
+constexpr int PIXELS = 64, COLUMNS = 64, FILTERS = 128;  // of a tile; filters of a stage
+constexpr int BOX = PIXELS * 128, STAGE = 4 * BOX;       // bytes
+constexpr int INPUTS = BELOW ? 2 * BOX : BOX;            // of a tile's input, and of what it is made of
+constexpr int RINGS = 2;                                 // tiles whose input, or output, is in shared memory
+
+// The roles, by warpgroup.
+constexpr int DATA = 0, WEIGHT = 1, MAKE = 3, FILL = 4, THREADS = 5 * 128;
+constexpr int EACH = 65536 / THREADS / 8 * 8;  // registers of a thread at first
+constexpr int FOR_WEIGHT = DEEP < 3 ? 104 : DEEP == 3 ? 128 : 160, FOR_FILL = 24;
+constexpr int FOR_DATA = DEEP < 3 ? 128 : DEEP == 3 ? 104 : 72, FOR_MAKE = DEEP < 3 ? 112 : DEEP == 3 ? 96 : 64;
+static_assert(2 * FOR_WEIGHT + FOR_DATA + FOR_MAKE + FOR_FILL <= 5 * EACH, "no more registers than there are");
+
+struct Maps {
+    TensorMap dz, y, w, x, dx;
+};
+
+struct Problem {
+    int pixels, tiles;      // tiles of the pixels
+    int channels, columns;  // of the convolution's input: all of them, tiles of them
+    int filters, chunks;
+};
+
+// The batch norm above: moments (2, K), gamma (K,) or null, sums (2, K) and count (1,) as of batch_norm.cu.
+struct Above {
+    const float *moments, *gamma;
+    const double *sums, *count;
+};
+
+// A block's columns, and its tiles of pixels.
+struct Part {
+    int column, chunk, first, last;
+
+    __device__ __forceinline__ explicit Part(const Problem& p) {
+        chunk = blockIdx.x / p.columns;
+        column = (blockIdx.x - chunk * p.columns) * COLUMNS;
+        const int each = p.tiles / p.chunks, rest = p.tiles - each * p.chunks;
+        first = each * chunk + min(chunk, rest);
+        last = first + each + (chunk < rest);
+    }
+};
+
+struct Layout {
+    static constexpr int FILTER_BYTES = DEEP * FILTERS * 128, FACTOR_BYTES = 3 * DEEP * FILTERS * 4;
+    static constexpr int INPUT = FILTER_BYTES + STAGES * STAGE, OUTPUT = INPUT + RINGS * INPUTS;
+    static constexpr int FACTORS = OUTPUT + RINGS * BOX, BARRIERS = FACTORS + FACTOR_BYTES;
+    static constexpr int BYTES = BARRIERS + 8 * (3 * STAGES + 3 * RINGS + 1);
+    u32 base;
+
+    __device__ __forceinline__ u32 filters() const { return base; }
+    __device__ __forceinline__ u32 stage(int i) const { return base + FILTER_BYTES + i * STAGE; }
+    // The convolution's input, and behind it with BELOW what it is made of.
+    __device__ __forceinline__ u32 input(int i) const { return base + INPUT + i * INPUTS; }
+    __device__ __forceinline__ u32 source(int i) const { return input(i) + INPUTS - BOX; }
+    __device__ __forceinline__ u32 output(int i) const { return base + OUTPUT + i * BOX; }
+    // scale, bend and offset of all filters.
+    __device__ __forceinline__ u32 factors(int which) const { return base + FACTORS + which * (DEEP * FILTERS * 4); }
+
+    __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
+    // Of a stage: it has come; dy is there; all have done with it. Of a tile's input likewise.
+    __device__ __forceinline__ u32 come(int i) const { return barrier(i); }
+    __device__ __forceinline__ u32 made(int i) const { return barrier(STAGES + i); }
+    __device__ __forceinline__ u32 done(int i) const { return barrier(2 * STAGES + i); }
+    __device__ __forceinline__ u32 input_come(int i) const { return barrier(3 * STAGES + i); }
+    __device__ __forceinline__ u32 input_made(int i) const { return barrier(3 * STAGES + (BELOW ? RINGS : 0) + i); }
+    __device__ __forceinline__ u32 input_done(int i) const { return barrier(3 * STAGES + 2 * RINGS + i); }
+    __device__ __forceinline__ u32 filters_come() const { return barrier(3 * STAGES + 3 * RINGS); }
+};
+
+DEVICE void init_barriers(const Layout& at) {
+    for (int i = 0; i < STAGES; ++i)
+        barrier_init(at.come(i), 1), barrier_init(at.made(i), 4), barrier_init(at.done(i), 12);  // warps, of three roles
+    for (int i = 0; i < RINGS; ++i) {
+        barrier_init(at.input_come(i), 1);
+        if (BELOW) barrier_init(at.input_made(i), 4);
+        barrier_init(at.input_done(i), BELOW ? 12 : 8);
+    }
+    barrier_init(at.filters_come(), 1);
+    barrier_init_done();
+}
+
+// One thread: fills stage after stage.
+DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Part& part) {
+    barrier_expect(at.filters_come(), Layout::FILTER_BYTES);
+#pragma unroll
+    for (int i = 0; i < DEEP; ++i)
+        load_box(at.filters() + i * FILTERS * 128, maps.w, at.filters_come(), part.column, i * FILTERS);
+    Ring<STAGES> ring;
+    Ring<RINGS> inputs;
+    for (int tile = part.first; tile < part.last; ++tile) {
+        const int row = tile * PIXELS;
+        barrier_wait(at.input_done(inputs.index), inputs.parity ^ 1);
+        barrier_expect(at.input_come(inputs.index), BOX);
+        load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column, row);
+        inputs.advance();
+        for (int i = 0; i < DEEP; ++i) {
+            const u32 to = at.stage(ring.index), barrier = at.come(ring.index);
+            barrier_wait(at.done(ring.index), ring.parity ^ 1);
+            barrier_expect(barrier, STAGE);
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                load_box(to + j * BOX, maps.dz, barrier, i * FILTERS + j * 64, row);
+                load_box(to + (2 + j) * BOX, maps.y, barrier, i * FILTERS + j * 64, row);
+            }
+            ring.advance();
+        }
+    }
+}
+
+// A thread of the warpgroup that makes: what it needs of eight neighbouring filters.
+struct Factors {
+    float scale[8], bend[8], offset[8];
+
+    // The warpgroup: works all of them out.
+    DEVICE void prepare(const Layout& at, const Above& above, const Problem& p) {
+        for (int k = threadIdx.x % 128; k < p.filters; k += 128) {
+            float mean[1], scale[1], shift[1];
+            load_affine(above.moments, above.gamma, nullptr, p.filters, k, mean, scale, shift);
+            const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, p.filters, k);
+            store_shared(at.factors(0) + 4 * k, one.scale[0]);
+            store_shared(at.factors(1) + 4 * k, one.bend[0]);
+            store_shared(at.factors(2) + 4 * k, one.offset[0]);
+        }
+        warpgroup_sync(1 + MAKE);
+    }
+
+    __device__ __forceinline__ Factors(const Layout& at, int filter) {
+        load_eight(scale, at.factors(0) + 4 * filter);
+        load_eight(bend, at.factors(1) + 4 * filter);
+        load_eight(offset, at.factors(2) + 4 * filter);
+    }
+
+    static __device__ __forceinline__ void load_eight(float (&v)[8], u32 from) {
+#pragma unroll
+        for (int i = 0; i < 8; i += 4) {
+            const uint4 four = load_shared(from + 4 * i);
+            v[i] = __uint_as_float(four.x), v[i + 1] = __uint_as_float(four.y);
+            v[i + 2] = __uint_as_float(four.z), v[i + 3] = __uint_as_float(four.w);
+        }
+    }
+
+    // Of two values each, the filters i and i + 1; zeros of what lies behind the last pixel, as dy is there.
+    __device__ __forceinline__ u32 pair(u32 dz, u32 y, int i, bool inside) const {
+        float g[2], v[2];
+        unpack_word(dz, g), unpack_word(y, v);
+#pragma unroll
+        for (int e = 0; e < 2; ++e) g[e] = fmaf(g[e], scale[i + e], fmaf(v[e], bend[i + e], offset[i + e]));
+        return inside ? Rounding<T>::round_pair(g[0], g[1]) : 0;
+    }
+    __device__ __forceinline__ uint4 operator()(uint4 dz, uint4 y, bool inside) const {
+        return make_uint4(pair(dz.x, y.x, 0, inside), pair(dz.y, y.y, 2, inside), pair(dz.z, y.z, 4, inside),
+                          pair(dz.w, y.w, 6, inside));
+    }
+};
+
+// The warpgroup that makes dy, in the place of dz, and with BELOW the convolution's input.
+//
+// A thread has the same 16 bytes of each of its rows: of a stage eight of the 128 filters in every eighth row, of the
+// input eight of the 64 channels in every sixteenth.
+DEVICE void make(const Layout& at, const Problem& p, const Part& part, const Norm& norm) {
+    constexpr int AT_ONCE = DEEP < 4 ? 4 : 2;  // rows whose loads are in flight, as registers allow
+    const u32 thread = threadIdx.x % 128, lane = thread % 32, vector = thread % 16, row = thread / 16;
+    const u32 from = vector / 8 * BOX + row * 128 + (vector % 8 ^ row) * 16;
+    Chunk chunk;
+    if (BELOW) chunk.load(norm, part.column);
+    Ring<STAGES> ring;
+    Ring<RINGS> inputs;
+    for (int tile = part.first; tile < part.last; ++tile) {
+        const int left = p.pixels - tile * PIXELS;
+        if constexpr (BELOW) {
+            const u32 down = thread / 8, place = down * 128 + (thread % 8 ^ down % 8) * 16;
+            barrier_wait(at.input_come(inputs.index), inputs.parity);
+            uint4 values[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) values[i] = load_shared(at.source(inputs.index) + place + i * 16 * 128);
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                store_shared(at.input(inputs.index) + place + i * 16 * 128, chunk(values[i]), 1);
+            fence_for_engine();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(at.input_made(inputs.index));
+            inputs.advance();
+        }
+        for (int i = 0; i < DEEP; ++i) {
+            const Factors factors(at, i * FILTERS + vector * 8);
+            const u32 dz = at.stage(ring.index) + from, y = dz + 2 * BOX;
+            barrier_wait(at.come(ring.index), ring.parity);
+#pragma unroll
+            for (int j = 0; j < PIXELS / 8; j += AT_ONCE) {
+                uint4 gradients[AT_ONCE], values[AT_ONCE];
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; ++n) {
+                    gradients[n] = load_shared(dz + (j + n) * 1024);
+                    values[n] = load_shared(y + (j + n) * 1024);
+                }
+#pragma unroll
+                for (int n = 0; n < AT_ONCE; ++n)
+                    store_shared(dz + (j + n) * 1024,
+                                 factors(gradients[n], values[n], int(row) + (j + n) * 8 < left), 1);
+            }
+            fence_for_engine();
+            __syncwarp();
+            if (lane == 0) barrier_arrive(at.made(ring.index));
+            ring.advance();
+        }
+    }
+}
+
+// A warpgroup: sums dw up, of the `half`-th 64 filters of each stage.
+DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int half, float* partials) {
+    float sum[DEEP][COLUMNS / 2];
+    const bool speaks = threadIdx.x % 32 == 0;
+    Ring<STAGES> ring;
+    Ring<RINGS> inputs;
+    u32 before = 0, input_before = 0;
+    for (int tile = part.first; tile < part.last; ++tile) {
+        const bool begun = tile > part.first;
+        barrier_wait(at.input_made(inputs.index), inputs.parity);
+        const u64 b = operand(at.input(inputs.index));
+#pragma unroll
+        for (int i = 0; i < DEEP; ++i) {
+            barrier_wait(at.made(ring.index), ring.parity);
+            const u64 a = operand(at.stage(ring.index) + half * BOX);
+            product_fence();
+#pragma unroll
+            for (int k = 0; k < PIXELS / 16; ++k)
+                multiply<true, true>(sum[i], a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
+            commit_products();
+            await_products<1>();  // those of the stage before are done with it
+            if (speaks && (i || begun)) barrier_arrive(before);
+            if (speaks && i == 0 && begun) barrier_arrive(input_before);
+            before = at.done(ring.index);
+            ring.advance();
+        }
+        input_before = at.input_done(inputs.index);
+        inputs.advance();
+    }
+    await_products<0>();
+#pragma unroll
+    for (int i = 0; i < DEEP; ++i) settle(sum[i]);
+    const u32 thread = thread_again(), lane = thread % 32;
+    const int column = part.column + lane % 4 * 2;
+    float* const to = partials + (i64(part.chunk) * p.filters + half * 64 + thread / 32 * 16 + lane / 4) * p.channels;
+#pragma unroll
+    for (int i = 0; i < DEEP; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS / 8; ++j)
+            if (column + 8 * j < p.channels)
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    *reinterpret_cast<float2*>(to + i64(i * FILTERS + 8 * e) * p.channels + column + 8 * j) =
+                        make_float2(sum[i][4 * j + 2 * e], sum[i][4 * j + 2 * e + 1]);
+}
+
+// Writes what a warpgroup has of a tile of dx into its buffer, rounded.
+DEVICE void put(const float (&sum)[COLUMNS / 2], u32 to) {
+    const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < COLUMNS / 16; ++j) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(sum[8 * j + 2 * i], sum[8 * j + 2 * i + 1]);
+        store_matrices(to + row * 128 + ((2 * j + lane / 16) ^ row % 8) * 16, words);
+    }
+}
+
+// A warpgroup: dx, tile after tile.
+DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, const Part& part, const Below& below,
+                      float* sums) {
+    const bool speaks = threadIdx.x % 32 == 0;
+    Ring<STAGES> ring;
+    Ring<RINGS> tiles;
+#if BELOW
+    Masking masking(below, part.column, p.channels);
+#endif
+    const u64 filters = operand(at.filters());
+    barrier_wait(at.filters_come(), 0);
+    for (int tile = part.first; tile < part.last; ++tile, tiles.advance()) {
+        float sum[COLUMNS / 2];
+        u32 before = 0;
+#pragma unroll
+        for (int i = 0; i < DEEP; ++i) {
+            barrier_wait(at.made(ring.index), ring.parity);
+            const u64 a = operand(at.stage(ring.index));
+            product_fence();
+#pragma unroll
+            for (int k = 0; k < FILTERS / 16; ++k)
+                multiply<true>(sum, a + operand_step(k / 4 * BOX + k % 4 * 32),
+                               filters + operand_step((i * FILTERS + k * 16) * 128), i + k);
+            commit_products();
+            await_products<1>();
+            if (speaks && i) barrier_arrive(before);
+            before = at.done(ring.index);
+            ring.advance();
+        }
+        await_products<0>();
+        if (speaks) barrier_arrive(before);
+        settle(sum);
+
+        const u32 to = at.output(tiles.index);
+        if (threadIdx.x == 0) await_stores_read<RINGS - 1>();
+        warpgroup_sync(1 + DATA);
+        put(sum, to);
+#if BELOW
+        warpgroup_sync(1 + DATA);
+        barrier_wait(at.input_come(tiles.index), tiles.parity);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) masking.sum[j] = masking.product[j] = 0.0f;
+#pragma unroll 1
+        for (int k = 0; k < PIXELS; k += 16)
+            masking.take<128>(to + columns_across() + k * 128, at.source(tiles.index) + columns_across() + k * 128, 0);
+        if (speaks) barrier_arrive(at.input_done(tiles.index));
+        ColumnShare().write(sums + i64(tile) * 2 * p.channels, masking.result(), part.column, p.channels);
+#endif
+        fence_for_engine();
+        warpgroup_sync(1 + DATA);
+        if (threadIdx.x == 0) {
+            store_box(maps.dx, to, part.column, tile * PIXELS);
+            commit_stores();
+        }
+    }
+    if (threadIdx.x == 0) await_stores_read<0>();
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+conv2d_both_kernel(const __grid_constant__ Maps maps, float* __restrict__ partials, float* __restrict__ sums,
+                   const float* __restrict__ moments, const float* __restrict__ gamma,
+                   const double* __restrict__ dy_sums, const double* __restrict__ count,
+                   const float* __restrict__ below_moments, const float* __restrict__ below_gamma,
+                   const float* __restrict__ below_beta, const __grid_constant__ Problem p) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const Layout at{shared_address(shared)};
+    if (threadIdx.x == 0) init_barriers(at);
+    if (threadIdx.x == THREADS - 1)
+        prefetch_map(maps.dz), prefetch_map(maps.y), prefetch_map(maps.w), prefetch_map(maps.x), prefetch_map(maps.dx);
+    __syncthreads();
+    await_predecessor();
+    const Part part(p);
+    const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
+    // The roles are the branches of one statement: only then ptxas counts registers for each apart.
+    if (role == FILL) {
+        set_registers<EACH, FOR_FILL>();
+        if (threadIdx.x == FILL * 128) fill(at, maps, p, part);
+    } else if (role == MAKE) {
+        set_registers<EACH, FOR_MAKE>();
+        Factors::prepare(at, {moments, gamma, dy_sums, count}, p);
+        make(at, p, part, {below_moments, below_gamma, below_beta, p.channels});
+    } else if (role == DATA) {
+        set_registers<EACH, FOR_DATA>();
+        make_data(at, maps, p, part, {below_moments, below_gamma, below_beta}, sums);
+    } else {
+        set_registers<EACH, FOR_WEIGHT>();
+        sum_weight(at, p, part, role - WEIGHT, partials);
+    }
+}

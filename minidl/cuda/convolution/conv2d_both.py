@@ -1,0 +1,161 @@
+"""Both gradients of a 1x1 convolution under a batch norm, from one read of what its output's gradient is made of.
+
+By kernels of their own the gradient of the batch norm's input is written once and read twice, after what it is made of
+was read twice over. The kernel, for 16-bit types on Hopper, is in conv2d_both.cu.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from minidl import checks
+from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
+from minidl.cuda.convolution.conv2d import (
+    Norm,
+    conv2d_backward_data,
+    conv2d_backward_data_masked,
+    conv2d_backward_weight,
+)
+from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands
+from minidl.cuda.convolution.conv2d_family import forced_family
+from minidl.cuda.convolution.conv2d_hopper import aligned
+from minidl.cuda.convolution.conv2d_plan import Convolution, argument, convolution, struct
+from minidl.cuda.convolution.conv2d_walk import is_flat
+from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
+from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
+from minidl.cuda.device import HOPPER, DeviceRecord, current_device
+from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.launch import launch
+from minidl.cuda.norm.batch_norm import batch_norm_backward_apply
+from minidl.cuda.rows import dtype_code, rows
+from minidl.precision import float32
+from minidl.shapes import Pair, ceil_div
+
+__all__ = ["conv2d_backward_both", "conv2d_makes_both"]
+
+PIXELS, COLUMNS, FILTERS = 64, 64, 128  # of a tile; filters of a stage
+DEEPEST = 4  # stages of a tile, at most: of more filters the sums would not fit into registers
+THREADS = 640
+_BOX = 128 * PIXELS  # bytes
+_RINGS = 2  # tiles whose input, or output, is in shared memory
+_ROOM = 227 * 1024  # shared memory of a block
+
+_PROBLEM = struct("", "pixels tiles channels columns filters chunks")
+
+
+class Planned(NamedTuple):
+    """A launch of conv2d_both_kernel; ``chunks`` of the pixels, ``tiles`` that leave sums."""
+
+    grid: int
+    views: Views
+    problem: np.ndarray
+    defines: dict[str, int]
+    shared: int
+    chunks: int
+    tiles: int
+
+
+@functools.lru_cache(maxsize=1024)
+def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
+    """Whether the kernel takes this convolution's gradients: on compute capability 9.0, of a 16-bit type, 1x1 without
+    stride and padding, in one group, of up to 512 filters in multiples of 128 and of channels in multiples of eight.
+    """
+    if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
+        return False
+    whole = conv.out_channels % FILTERS == 0 and conv.channels % 8 == 0
+    return whole and conv.out_channels <= DEEPEST * FILTERS and _views(conv, code, (conv.channels,) * 3).legal
+
+
+def conv2d_makes_both(
+    x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    tf32: int = False,
+) -> bool:  # fmt: skip
+    """Whether one kernel does what `conv2d_backward_both` does."""
+    who = "conv2d_makes_both"
+    return _taken(convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who))
+
+
+def _taken(conv: Convolution, code: int) -> bool:
+    return forced_family() in (None, "hopper") and applies(conv, code, current_device())
+
+
+def conv2d_backward_both(
+    dz: Any, y: Any, moments: Any, gamma: Any, sums: Any, count: Any, w: Any, x: Any, *,
+    stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any, accumulate: bool = False,
+    norm: Norm | None = None, tf32: int = False,
+) -> tuple[Any, Any]:  # fmt: skip
+    """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel where `conv2d_makes_both`."""
+    who = "conv2d_backward_both"
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    conv = convolution(who, x.shape, w.shape, **geometry)
+    code = check_operands(who, dz, w, None, None, x, tf32)
+    check_alike(who, dz, y=y)
+    check_sum(who, out)
+    for name, array, shape in (("dz", dz, conv.y_shape), ("out", out, w.shape)):
+        if array.shape != shape:
+            raise checks.bad_shape(who, name, str(shape), array.shape)
+    above = moments, gamma, sums, count
+    if _taken(conv, code):
+        return _backward(conv, code, dz, y, above, w, x, norm, out, accumulate)
+    dy = batch_norm_backward_apply(dz, y, *above)
+    conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm, tf32=tf32)
+    if norm is None:
+        return conv2d_backward_data(dy, w, x.shape, **geometry, tf32=tf32), None
+    return conv2d_backward_data_masked(dy, w, x, *norm, **geometry, tf32=tf32)
+
+
+def _backward(
+    conv: Convolution, code: int, dz: Any, y: Any, above: tuple[Any, ...], w: Any, x: Any, norm: Norm | None, out: Any,
+    accumulate: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    """By the kernel, where it `applies`; ``above``: moments, gamma, sums and count."""
+    dz, y, x = (aligned(as_rows(array)) for array in (dz, y, x))
+    w, dx = contiguous(w), empty(conv.x_shape, x.dtype)
+    planned = plan(conv, code, (rows(dz)[2], rows(y)[2], rows(x)[2]), norm is not None)
+    partials = empty((planned.chunks, out.size), float32)
+    parts = None if norm is None else empty((planned.tiles, 2, conv.channels), float32)
+    launch(
+        "conv2d_both", "conv2d_both_kernel", planned.grid, THREADS,
+        TensorMaps(planned.views, (dz, y, w, x, dx)), partials, parts, *above, *(norm or (None,) * 3), planned.problem,
+        defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    sum_partials(partials, planned.chunks, out, accumulate)
+    return dx, parts
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(conv: Convolution, code: int, pitches: tuple[int, int, int], below: bool) -> Planned:
+    """The launch, where the kernel `applies`.
+
+    Args:
+        pitches: elements per pixel of dz, y and x.
+        below: whether x is the input of a batch norm with a ReLU over it.
+    """
+    deep, columns, tiles = conv.out_channels // FILTERS, ceil_div(conv.channels, COLUMNS), ceil_div(conv.pixels, PIXELS)
+    chunks = max(1, min(tiles, WORKERS // columns))
+    fixed = deep * FILTERS * (128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
+    stages = min(4, (_ROOM - fixed) // (4 * _BOX))
+    barriers = 8 * (3 * stages + 3 * _RINGS + 1)
+    problem = argument(
+        _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,
+        chunks=chunks,
+    )  # fmt: skip
+    defines = {"DTYPE": code, "BELOW": int(below), "DEEP": deep, "STAGES": stages}
+    shared = fixed + stages * 4 * _BOX + barriers
+    return Planned(chunks * columns, _views(conv, code, pitches), problem, defines, shared, chunks, tiles)
+
+
+def _views(conv: Convolution, code: int, pitches: tuple[int, int, int]) -> Views:
+    """The structure Maps of conv2d_both.cu."""
+
+    def image(channels: int, pitch: int) -> View:
+        return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (COLUMNS, PIXELS))
+
+    filters = View(code, (conv.channels, conv.out_channels), (conv.channels * ITEMSIZE,), (COLUMNS, FILTERS))
+    k, c = conv.out_channels, conv.channels
+    views = image(k, pitches[0]), image(k, pitches[1]), filters, image(c, pitches[2]), image(c, c)
+    return Views(*((view, i) for i, view in enumerate(views)))
