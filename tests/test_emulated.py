@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_family import family
 from minidl.precision import bfloat16, float32
@@ -79,3 +80,57 @@ def test_normalising_on_the_way(emulated, case, rng, monkeypatch):
     emulated.conv2d_backward_weight(*put(emulated, dy, x), **case.options, out=out, norm=norm)
     np.testing.assert_array_equal(out, reference.conv2d_backward_weight(dy, seen, w.shape, **case.options))
     assert set(emulated.kernels) <= {"conv2d_hopper_kernel", "conv2d_weight_hopper_kernel", "conv2d_weight_sum_kernel"}
+
+
+# What would be wrong with a kernel: its source, a line of it, and what is there instead.
+FAULTS = {
+    "a-stage-is-given-up-early": (
+        "conv2d_hopper",
+        "if (speaks && step > 0) barrier_arrive(before);\n        before = at.emptied(ring.index);",
+        "if (speaks) barrier_arrive(at.emptied(ring.index));",
+    ),
+    "a-stage-is-not-waited-for": (
+        "conv2d_hopper",
+        "                barrier_wait(at.emptied(ring.index), ring.parity ^ 1);\n",
+        "",
+    ),
+    "rows-are-not-waited-for": (
+        "conv2d_hopper",
+        "    for (; step < end; ++step) {\n        barrier_wait(at.filled(ring.index), ring.parity);",
+        "    for (; step < end; ++step) {",
+    ),
+    "no-fence-for-the-engine": (
+        "conv2d_hopper",
+        "DEVICE void fence_for_engine() {",
+        "DEVICE void fence_for_engine() { return;",
+    ),
+    "too-few-bytes-are-counted": (
+        "conv2d_weight_hopper",
+        "barrier_expect(barrier, STAGE_BYTES)",
+        "barrier_expect(barrier, 64)",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault, rng, monkeypatch):
+    stem, right, wrong = FAULTS[fault]
+    own = nvrtc.source_of
+    assert right in own(stem)
+    monkeypatch.setattr(nvrtc, "source_of", lambda of: own(of).replace(right, wrong) if of == stem else own(of))
+    case = Case("3x3-deep", (2, 14, 11, 136), (136, 3, 3), padding=(1, 1))
+
+    def passes(seed):
+        try:
+            with emulator.table(seed) as ops, family("hopper"):
+                x, w, dy = draws(rng, case, bfloat16)
+                if stem == "conv2d_hopper":
+                    expected = reference.conv2d(x, w, **case.options).astype(float32).astype(bfloat16)
+                    np.testing.assert_array_equal(ops.conv2d(x, w, **case.options), expected)
+                else:
+                    exact_weight_gradient(ops, case, bfloat16, rng)
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(map(passes, range(6)))

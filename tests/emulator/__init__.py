@@ -30,6 +30,7 @@ from minidl.cuda.hopper import BYTES, TensorMaps, View
 from minidl.cuda.rows import address
 
 HERE = Path(__file__).parent
+UNKNOWN = "the emulator does not know"
 _ENTRY = 'extern "C" int emulate(const unsigned* shape, int shared, unsigned seed, void** arguments, char* told)'
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, (\{?)%\d+, %")
 # The function of ptx.h for an instruction that begins like this; operands follow in their order, outputs first.
@@ -164,6 +165,7 @@ def run(
 
     Raises:
         AssertionError: the kernel waits for ever, or does what the engine's rules forbid.
+        NotImplementedError: it has an instruction that ptx.h has not.
     """
     kept, pointers = [], (ctypes.c_void_p * len(arguments))()
     for i, value in enumerate(arguments):
@@ -178,8 +180,10 @@ def run(
     shape = (ctypes.c_uint * 5)(*(*grid, 1, 1)[:3], *(*block, 1)[:2])
     told = ctypes.create_string_buffer(256)
     library = ctypes.CDLL(str(_library(stem, name, nvrtc.source_of(stem), tuple(sorted(defines.items())))))
-    failed = library.emulate(shape, shared, seed, pointers, told)
-    assert not failed, f"{name}: {told.value.decode()}"
+    failed, why = library.emulate(shape, shared, seed, pointers, told), f"{name}: {told.value.decode()}"
+    if UNKNOWN in why:
+        raise NotImplementedError(why)
+    assert not failed, why
 
 
 class Maps:
@@ -227,7 +231,8 @@ def _library(stem: str, name: str, source: str, defines: tuple[tuple[str, Any], 
     program = f'#include "{HERE}/ptx.h"\n{"".join(_without_assembler(text))}{entry}'
     command = [compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(part)]
     done = subprocess.run(command, input=program, text=True, capture_output=True, check=False)
-    assert done.returncode == 0, done.stderr[:4000]
+    if done.returncode:
+        raise RuntimeError(f"{stem} does not compile for this machine:\n{done.stderr[:4000]}")
     part.replace(library)
     return library
 
@@ -293,4 +298,4 @@ def _call(template: str, operands: list[str]) -> str:
             if name == "named_sync128":
                 name, operands = "named_sync", [*operands, "128"]
             return f"emulator::{name}({', '.join(operands)})"
-    return f'emulator::fail("the emulator does not know {template.split(";")[0]}")'
+    return f'emulator::fail("{UNKNOWN} {template.split(";")[0]}")'

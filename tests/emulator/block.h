@@ -14,6 +14,7 @@
 #include <deque>
 #include <functional>
 #include <map>
+#include <memory>
 #include <random>
 #include <tuple>
 #include <type_traits>
@@ -73,7 +74,7 @@ using Work = std::function<void()>;
 
 struct Fiber {
     ucontext_t context;
-    std::vector<char> stack = std::vector<char>(STACK);
+    std::unique_ptr<char[]> stack;  // of which only what is touched takes memory
     bool done;
     std::deque<std::vector<Product>> products;  // groups; the last is open
     std::deque<std::vector<Work>> stores;       // likewise
@@ -86,6 +87,7 @@ struct Barrier {
     int64_t bytes;
     uint32_t phase;
 };
+struct Failed {};
 struct Meeting {
     int here;
     uint32_t turn;
@@ -101,6 +103,7 @@ inline std::map<int, Meeting> meetings;  // of warps, then of named barriers
 inline std::vector<Work> copies;         // on their way
 inline bool unfenced[SHARED];
 inline int64_t progress;
+inline bool between;  // the fibers' turns, where the scheduler itself is at work
 inline char failure[256];
 inline Work body;
 
@@ -119,6 +122,7 @@ inline void pause() { swapcontext(&fibers[current].context, &scheduler); }
         vsnprintf(failure + length, sizeof failure - length, text, values);
         va_end(values);
     }
+    if (between) throw Failed();
     for (;;) pause();  // the scheduler does not come back
 }
 
@@ -228,7 +232,8 @@ inline void start_block() {
         fiber.done = false, fiber.products.clear(), fiber.stores.clear();
         fiber.loads.clear(), fiber.written.clear();
         getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data(), fiber.context.uc_stack.ss_size = STACK;
+        if (!fiber.stack) fiber.stack.reset(new char[STACK]);
+        fiber.context.uc_stack.ss_sp = fiber.stack.get(), fiber.context.uc_stack.ss_size = STACK;
         fiber.context.uc_link = nullptr;
         makecontext(&fiber.context, enter, 0);
     }
@@ -256,7 +261,12 @@ inline void run_block() {
             const size_t i = random_numbers() % copies.size();
             const Work copy = copies[i];
             copies.erase(copies.begin() + int64_t(i));
-            copy(), ++progress;
+            between = true;
+            try {
+                copy(), ++progress;
+            } catch (Failed) {
+            }
+            between = false;
         }
         idle = progress == last ? idle + 1 : 0, last = progress;
         if (idle > PATIENCE) snprintf(failure, sizeof failure, "block %u: %d threads wait for ever", block, left);
