@@ -11,10 +11,24 @@ import pytest
 
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
-from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution.conv2d_choice import options
+from minidl.cuda.convolution.conv2d_family import Question, family, kernel
+from minidl.cuda.device import BUILT_IN
+from minidl.cuda.rows import DTYPE
 from minidl.precision import bfloat16, float32
 from tests import emulator
-from tests.convolutions import Case, both, cases, draws, exact_on_whole_numbers, exact_weight_gradient, put
+from tests.convolutions import (
+    Case,
+    both,
+    cases,
+    draws,
+    exact_on_whole_numbers,
+    exact_weight_gradient,
+    plan_of,
+    put,
+    same,
+    three_expected,
+)
 from tests.reference import conv2d as reference
 from tests.test_conv2d_masked import check, operands
 from tests.tolerance import draw_integers
@@ -82,6 +96,42 @@ def test_normalising_on_the_way(emulated, case, rng, monkeypatch):
     assert set(emulated.kernels) <= {"conv2d_hopper_kernel", "conv2d_weight_hopper_kernel", "conv2d_weight_sum_kernel"}
 
 
+WINDOWS = {
+    "forward": Case("windows", (2, 11, 9, 64), (64, 3, 3), padding=(1, 1)),
+    "backward_data": Case("windows", (2, 11, 9, 64), (64, 3, 3), padding=(1, 1)),
+    "backward_weight": Case("many-windows", (4, 24, 17, 64), (64, 3, 3), padding=(1, 1)),  # more steps than stages
+}
+
+
+def tiles_of(which):
+    """The tiles of Hopper's kernels for these windows, those with a halo among them; of single blocks, not clusters."""
+    found = options(Question(which, plan_of(WINDOWS[which]), DTYPE[bfloat16], 0), BUILT_IN["H200"])
+    single = [choice for choice in found if choice.family == "hopper" and choice.split[-1:] in ((), (1,))]
+    return [(which, choice) for choice in single]
+
+
+def windows(ops, which, choice, rng):
+    """A pass by a tile, and what it should give."""
+    case, place = WINDOWS[which], list(WINDOWS).index(which)
+    x, w, dy = hosts = draws(rng, case, bfloat16)
+    with kernel(choice):
+        if which == "forward":
+            found = ops.conv2d(x, w, **case.options)
+        elif which == "backward_data":
+            found = ops.conv2d_backward_data(dy, w, x.shape, **case.options)
+        else:
+            ops.conv2d_backward_weight(dy, x, **case.options, out=(found := ops.empty(w.shape, float32)))
+    return found, three_expected(case, *hosts, bfloat16)[place]
+
+
+@pytest.mark.parametrize(("which", "choice"), [pair for which in WINDOWS for pair in tiles_of(which)], ids=str)
+def test_every_tile(which, choice, rng):
+    with emulator.table(3) as ops:
+        found, expected = windows(ops, which, choice, rng)
+        assert ("halo" in ops.kernels[0]) == ("halo" in choice.tile)
+    same([found], [expected])
+
+
 # What would be wrong with a kernel: its source, a line of it, and what is there instead.
 FAULTS = {
     "a-stage-is-given-up-early": (
@@ -104,6 +154,11 @@ FAULTS = {
         "DEVICE void fence_for_engine() {",
         "DEVICE void fence_for_engine() { return;",
     ),
+    "a-gradient-is-given-up-early": (
+        "conv2d_weight_hopper",
+        "if (speaks && step > 0) barrier_arrive(before);",
+        "if (speaks) barrier_arrive(at.emptied(ring.index));",
+    ),
     "too-few-bytes-are-counted": (
         "conv2d_weight_hopper",
         "barrier_expect(barrier, STAGE_BYTES)",
@@ -118,17 +173,13 @@ def test_faults_are_found(fault, rng, monkeypatch):
     own = nvrtc.source_of
     assert right in own(stem)
     monkeypatch.setattr(nvrtc, "source_of", lambda of: own(of).replace(right, wrong) if of == stem else own(of))
-    case = Case("3x3-deep", (2, 14, 11, 136), (136, 3, 3), padding=(1, 1))
+    which = "backward_weight" if stem == "conv2d_weight_hopper" else "forward"
+    choice = min((choice for _, choice in tiles_of(which)), key=lambda choice: "x4" not in choice.tile)  # few stages
 
     def passes(seed):
         try:
-            with emulator.table(seed) as ops, family("hopper"):
-                x, w, dy = draws(rng, case, bfloat16)
-                if stem == "conv2d_hopper":
-                    expected = reference.conv2d(x, w, **case.options).astype(float32).astype(bfloat16)
-                    np.testing.assert_array_equal(ops.conv2d(x, w, **case.options), expected)
-                else:
-                    exact_weight_gradient(ops, case, bfloat16, rng)
+            with emulator.table(seed) as ops:
+                same(*[[array] for array in windows(ops, which, choice, rng)])
         except AssertionError:
             return False
         return True
