@@ -235,9 +235,8 @@ class Conv2d(_Convolution):
         return self.ops.conv2d_makes_both(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def _backward_both(self, dy: NormGradient, kept: Any, options: dict[str, Any]) -> None:
-        x, norm, below = kept.x if hasattr(kept, "x") else kept.raw, None, getattr(kept, "below", None)
-        if below is not None:
-            x, norm = kept.raw, (kept.moments, *below[3])
+        below = getattr(kept, "below", None)
+        x, norm = (kept.x, None) if below is None else (kept.raw, (kept.moments, *below[3]))
         dx, parts = self.ops.conv2d_backward_both(dy.dy, *dy.facts, self.params["weight"], x, norm=norm, **options)
         dy.passed = dx if below is None else MaskedGradient.masked(dx, below[0], below[1], parts)
 
