@@ -15,6 +15,7 @@ from minidl.precision import bfloat16, float16, float32
 from tests import emulator
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
 from tests.kernel_checks import SERIALISED, hasty
+from tests.test_conv2d_families import CUT
 from tests.test_fusion import close, fused, run
 from tests.tolerance import assert_close, draw, draw_integers
 
@@ -31,6 +32,12 @@ SHAPES = {
 }
 BELOW = pytest.mark.parametrize("below", [False, True], ids=["plain", "below"])
 EACH = pytest.mark.parametrize(("shape", "filters"), SHAPES.values(), ids=SHAPES)
+
+
+@pytest.fixture(autouse=True)
+def wherever_it_can(monkeypatch):
+    """Also where other kernels should be faster."""
+    monkeypatch.setattr(conv2d_both, "MOST_COLUMNS", 1000)
 
 
 def operands(rng, shape, filters, storage, below, whole=False):
@@ -54,8 +61,17 @@ def operands(rng, shape, filters, storage, below, whole=False):
     return above, image(filters, 1, 1, shape[3]), image(*shape), norm
 
 
-def expected_of(above, w, x, norm):
-    """dy as it is stored, the input, dx before rounding, dw: in float64; and where the ReLU below was positive."""
+def expected_of(above, w, x, norm, passes=None):
+    """dy as it is stored, the convolution's input, dx before rounding, dw: in float64.
+
+    Args:
+        passes: an operation table whose passes make dy and the input, with their roundings. (What float64 makes of them
+            may lie on the other side of a tie; of whole numbers everybody makes the same.)
+    """
+    if passes is not None:
+        dy = passes.to_host(passes.batch_norm_backward_apply(*put(passes, *above))).astype(np.float64)
+        z = x if norm is None else passes.to_host(passes.batch_norm_apply(*put(passes, x, *norm), relu=True))
+        return dy, z.astype(np.float64), *_products(dy, w, z.astype(np.float64))
     dz, y, (mean, rstd), gamma, sums, count = (np.asarray(array, np.float64) for array in above)
     dy = gamma * rstd * (dz - sums[0] / count - (y - mean) * rstd * sums[1] / count)
     dy = dy.astype(np.float32).astype(above[0].dtype).astype(np.float64)
@@ -63,8 +79,14 @@ def expected_of(above, w, x, norm):
     if norm is not None:
         (mean, rstd), gamma, beta = (np.asarray(vector, np.float64) for vector in norm)
         z = np.maximum(((z - mean) * rstd * gamma + beta).astype(np.float32).astype(x.dtype).astype(np.float64), 0)
-    dx = dy @ w.reshape(w.shape[0], -1).astype(np.float64)
-    return dy, z, dx, np.einsum("nhwk,nhwc->kc", dy, z).reshape(w.shape)
+    return dy, z, *_products(dy, w, z)
+
+
+def _products(dy, w, z):
+    """dx and dw."""
+    pixels = dy.reshape(-1, dy.shape[-1])
+    dw = pixels.T @ z.reshape(-1, z.shape[-1])
+    return dy @ w.reshape(w.shape[0], -1).astype(np.float64), dw.reshape(w.shape)
 
 
 def both(ops, above, w, x, norm, **options):
@@ -159,21 +181,20 @@ def test_its_source_is_right_whatever_comes_late(shape, filters, below):
         check_whole(*found, *hosts)
 
 
+GIVEN_UP = """        for (int k = 0; k < PIXELS; k += 16)
+            masking.take<128>(to + columns_across() + k * 128, at.source(tiles.index) + columns_across() + k * 128, 0);
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.input_done(tiles.index));"""
 # What would be wrong with the kernel, by luck seen seldom on a GPU or never: a line of it, and what is there instead.
 FAULTS = {
     "no-fence-for-the-engine": ("fence_for_engine();\n            __syncwarp();", "__syncwarp();"),
-    "a-stage-is-given-up-early": (
-        "if (speaks && (i || begun)) barrier_arrive(before);", "if (speaks) barrier_arrive(at.done(ring.index));"
-    ),
-    "an-input-is-given-up-early": (
-        "if (speaks && i == 0 && begun) barrier_arrive(input_before);",
-        "if (speaks && i == 0) barrier_arrive(at.input_done(inputs.index));",
-    ),
+    "a-stage-is-given-up-early": ("    commit_products();\n    await_products<0>();", "    commit_products();"),
+    "an-input-is-given-up-early": (GIVEN_UP, "\n".join([GIVEN_UP.split("\n")[-1], *GIVEN_UP.split("\n")[:-1]])),
+    "an-input-is-not-waited-for": ("    barrier_wait(at.input_come(inputs.index), inputs.parity);\n", ""),
     "an-output-is-written-too-soon": ("await_stores_read<RINGS - 1>()", "await_stores_read<RINGS>()"),
     "rows-are-not-waited-for": ("            barrier_wait(at.come(ring.index), ring.parity);\n", ""),
     "a-warp-is-not-waited-for": ("barrier_init(at.made(i), 4)", "barrier_init(at.made(i), 3)"),
     "one-arrival-too-many-is-expected": ("barrier_init(at.done(i), 12)", "barrier_init(at.done(i), 13)"),
-    "what-is-behind-the-last-pixel-counts": ("return inside ? Rounding", "return true ? Rounding"),
+    "what-is-behind-the-last-pixel-counts": ("if (left < PIXELS) {", "if (false) {"),
     "an-end-without-a-wait": ("    if (threadIdx.x == 0) await_stores_read<0>();\n", ""),
 }  # fmt: skip
 
@@ -195,7 +216,7 @@ def test_the_emulator_finds_faults(fault, monkeypatch):
         return True
 
     # With more stages than a tile has some of them do no harm, with as many others.
-    assert not all(passes(filters, seed) for filters in (256, 384) for seed in range(6))
+    assert not all(passes(filters, seed) for filters in (128, 384) for seed in range(6))
 
 
 def bottleneck():
@@ -220,12 +241,14 @@ def test_batch_norms_may_leave_their_last_pass_to_a_convolution(ops, how, precis
     if ops.name == "cpu":
         monkeypatch.setattr(ops, "conv2d_makes_both", lambda shape, w, **geometry: w.shape[1:3] == (1, 1))
     monkeypatch.setattr(ops, "conv2d_backward_both", lambda *args, **named: left.append(1) or own(*args, **named))
-    apart = run(fused(bottleneck, how, ops, precision=precision))
-    model = fused(bottleneck, how, ops, precision=precision)
-    for name in ("main2.bn", "side.bn"):
-        model.graph[name].layer.leaves = True
+    steps = []
+    for lazy in (False, True):
+        model = fused(bottleneck, how, ops, precision=precision)
+        for name in ("main2.bn", "side.bn"):
+            model.graph[name].layer.lazy = lazy
+        steps.append(run(model))
     exact = ops.name == "cpu" or precision == "fp32"
-    close(apart, run(model), 0.0 if exact else 2.0**-6)
+    close(*steps, 0.0 if exact else 2.0**-6)
     # The projection's input is read by two; whose turn comes first has both gradients made.
     if ops.name == "cpu" or (precision == "bf16" and current_device().arch == (9, 0)):
         assert len(left) == 4
@@ -261,15 +284,18 @@ def test_the_operation_is_its_parts(ops, storage, kernel, below, rng):
     ops.conv2d_backward_weight(dy, x_, **geometry, out=outs[0], accumulate=True, norm=norm_)
     if below:
         expected, _ = ops.conv2d_backward_data_masked(dy, w_, x_, *norm_, **geometry)
-        expected = ops.relu_backward(expected, ops.batch_norm_apply(x_, *norm_, relu=True))
     else:
         expected = ops.conv2d_backward_data(dy, w_, x.shape, **geometry)
     found, _ = ops.conv2d_backward_both(
         dz, y, moments, gamma, sums, count, w_, x_, norm=norm_, out=outs[1], accumulate=True, **geometry
     )
+    if below:  # what no kernel masks is masked by whoever takes it
+        z = ops.batch_norm_apply(x_, *norm_, relu=True)
+        found, expected = ops.relu_backward(found, z), ops.relu_backward(expected, z)
+    largest = [np.abs(ops.to_host(array)).astype(np.float64).max() for array in (dy, z if below else x_)]
     found, expected, *outs = map(ops.to_host, (found, expected, *outs))
-    assert_close(found, expected, storage, terms=128 * kernel**2, scale=4)
-    assert_close(outs[1], outs[0], float32, terms=126, scale=8)
+    assert_close(found, expected, storage, terms=128 * kernel**2, scale=largest[0] * 4)
+    assert_close(outs[1], outs[0], float32, terms=126, scale=np.prod(largest))
 
 
 @BELOW
@@ -281,7 +307,7 @@ def test_it_equals_the_definition_and_itself(hopper, shape, filters, storage, be
     again = both(hopper, *hosts)
     for one, other in zip((dx, dw, sums), again, strict=True):
         assert one is None or one.tobytes() == other.tobytes()
-    dy, z, gradient, weight = expected_of(*hosts)
+    dy, z, gradient, weight = expected_of(*hosts, passes=hopper)
     if below:
         gradient = np.where(z > 0, gradient, 0)
         g, centred = dx.astype(np.float64), (x.astype(np.float64) - norm[0][0]) * norm[0][1]
@@ -338,9 +364,13 @@ def test_what_is_not_finite_stays_where_it_belongs(hopper, where, rng):
 
 
 def test_a_large_batch_is_summed_as_precisely(hopper, rng):
-    """More tiles than any block has in a network, and each block several of them."""
+    """More tiles than any block has in a network, and each block several of them. Moments and sums are those of y and
+    dz, as a batch norm takes them, so dy adds up to zero: nothing grows that matrix units could cut much off (`CUT`)."""
     above, w, x, norm = hosts = operands(rng, (64, 56, 56, 64), 256, bfloat16, True)
+    dz, y = (np.asarray(array, np.float64) for array in above[:2])
+    mean, rstd = above[2][:] = y.mean((0, 1, 2)), 1 / y.std((0, 1, 2))
+    above[4][:] = dz.sum((0, 1, 2)), (dz * (y - mean) * rstd).sum((0, 1, 2))
     dx, dw, sums = both(hopper, *hosts)
-    dy, z, gradient, weight = expected_of(*hosts)
+    dy, z, gradient, weight = expected_of(*hosts, passes=hopper)
     assert_close(dx, np.where(z > 0, gradient, 0), bfloat16, terms=256, scale=np.abs(dy).max() * 4)
-    assert_close(dw, weight, float32, terms=dy[..., 0].size, scale=np.abs(dy).max() * np.abs(z).max())
+    assert_close(dw, weight, float32, terms=dy[..., 0].size, scale=CUT * dy.std() * z.std())

@@ -329,7 +329,7 @@ def test_sites_of_a_network_of_other_activations():
     assert {kind for name, (kind, *_) in found.items() if "narrow" in name} == {"sum"}
     for site in fusion.find_sites(mobile()):
         possible = {mode for way in candidates(site) for mode in modes_of(way)}
-        beside = {"statistics": site.producer, "gated": site.gated}
+        beside = {"statistics": site.producer, "gated": site.gated, "lazy": site.lazy}
         assert possible == {"elementwise", *(mode for mode, there in beside.items() if there)}
     assert [site.gated for site in fusion.find_sites(mobile()) if site.gated] == ["block1.deep.2"]
 

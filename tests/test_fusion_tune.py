@@ -126,7 +126,8 @@ def test_a_piece_holds_what_the_modes_reach_and_belongs_to_nobody(cpu_ops):
     names = [member.layer.name for member in found.members]
     assert names == ["main1.conv", "main1.bn", "side1.conv", "side1.bn", "add1", "relu1", "main2.conv"]
     assert found.operands == ((3, 6, 6, 8), (3, 6, 6, 8))
-    assert [member.back for member in found.members] == [False, True, False, True, True, True, True]
+    # The gradients of the 3x3 convolution below are no mode's; those of the 1x1 one are.
+    assert [member.back for member in found.members] == [False, True, True, True, True, True, True]
     assert [member.layer.name for member in found.members if member.outside] == ["relu1", "main2.conv"]
     piece = Piece(found, cpu_ops, FP32, 0)
     piece.calls("backward", switches(sites["main1.bn"], "elementwise"))[0]()
@@ -422,7 +423,12 @@ def test_the_map_shows_the_fastest_way_at_each_point(tmp_path, cpu_ops):
     where = [(1, 7, 64), (1, 14, 64), (3, 7, 64), (3, 7, 128)]
     rows = measure_map(cpu_ops, 2, BF16, H200, Fake(3), where=where)
     best = fastest(rows)
-    assert list(best) == where and len(rows) == 4 * len(candidates(fusion.find_sites(between(1, 7, 64))[0]))
+    assert list(best) == where
+    for point in where:
+        graph = between(*point)
+        (site,) = fusion.find_sites(graph)
+        ways = {cost.runs_as(graph, site, way, BF16, H200) for way in candidates(site)}
+        assert {r["arm"] for r in rows if (r["kernel"], r["size"], r["channels"]) == point} == ways
     for point, row in best.items():
         times = {r["arm"]: r["ms"] for r in rows if (r["kernel"], r["size"], r["channels"]) == point}
         assert row["ms"] == min(times.values()) == times[row["arm"]]

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
+from minidl.cuda.convolution.conv2d_both import DEEPEST, FILTERS, pays
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site
@@ -75,6 +76,9 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     # The gradient is masked where it is written, and its sums are taken, for a read of the input; over
     # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
+    if "lazy" in modes:  # of the pass for the input's gradient the two reads take the place of the convolution's own
+        backward -= 3
+        backward += site.kind == "join" and site.partner is not None and site.first_back  # who takes the other's sums
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
 
@@ -104,6 +108,10 @@ class Machine(NamedTuple):
             return self.arch is not None and precision.storage == bfloat16
         if mode == "prologue" and _labels(layer):
             return self.arch is not None and precision.storage.itemsize == 2
+        if mode == "lazy" and not (layer.out_channels % FILTERS == 0 and layer.out_channels <= DEEPEST * FILTERS):
+            return False
+        if mode == "lazy" and not pays(layer.in_channels):
+            return False
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
         return self.arch == HOPPER and aligned and narrow

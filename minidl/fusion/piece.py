@@ -2,8 +2,8 @@
 
 A piece of some batch norms holds the convolutions that write for them, the sums, ReLUs and poolings that read them, and
 the convolutions that take their gradient. It runs as `minidl.model.Model` would run these layers, whatever modes they
-are in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end,
-which no mode changes, are left out.
+are in: copies of the layers, of the same sizes, with other numbers. The gradients of the convolutions at its lower end
+are left out where no mode changes them.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def cut(graph: Graph, sites: Sequence[Site], batch: int) -> Cut | None:
     nodes = [node for node in graph.nodes if node.name in names]
     if any(type(node.layer) not in _MEASURED for node in nodes):
         return None
-    below = {site.producer for site in sites} - {site.taker for site in sites}
+    below = {site.producer for site in sites if site.lazy is None} - {site.taker for site in sites}
     place = {node.index: i for i, node in enumerate(nodes)}
     members, operands = [], []
     for node in nodes:

@@ -83,6 +83,11 @@ MODES = {
         "no convolution has the last gradient of the ReLU above it",
         "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below",
     ),
+    "lazy": Mode(
+        "lazy", "lazy", "producer", ("backward",), ("elementwise", "gradients"), (0.0, 0.3),
+        "no 1x1 convolution without stride and bias writes for it alone",
+        "the convolution below makes both its gradients of what the input's gradient is made of, which is never written",
+    ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
         (2.1, 2.0), "no convolution alone reads a ReLU over it",
@@ -96,7 +101,7 @@ PLANS = {
     "elementwise": ("elementwise", "pooled", "gated"),
     "statistics": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified"),
     "gradients": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients"),
-    "bnff": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients", "prologue"),
+    "bnff": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients", "lazy", "prologue"),
 }
 
 

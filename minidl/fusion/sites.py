@@ -23,6 +23,7 @@ class Site:
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
         producer: name of the convolution below it, if it alone reads that.
+        lean: whether that is of 1x1 without stride and bias, and its input's gradient begins with it.
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
@@ -44,6 +45,7 @@ class Site:
     shape: tuple[int, ...]
     why: str | None = None
     producer: str | None = None
+    lean: bool = False
     joined: tuple[str, ...] | None = None
     taker: str | None = None
     pooling: bool = False
@@ -61,6 +63,13 @@ class Site:
     def summed(self) -> str | None:
         """The convolution that can take the batch norm's statistics."""
         return None if self.kind == "bare" else self.producer
+
+    @property
+    def lazy(self) -> str | None:
+        """The batch norm's name if the convolution below can make both its gradients of what this one's is made of: no
+        mask or slope is owed by then, unless it is under a ReLU or activation that no convolution masks for."""
+        owed = self.kind == "activation" or (self.kind == "relu" and self.taker is None)
+        return self.name if self.lean and not owed else None
 
     @property
     def rectifier(self) -> str | None:
@@ -89,7 +98,9 @@ def find_sites(graph: Graph) -> list[Site]:
         if isinstance(node.layer, BatchNorm2d):
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
-            below = {"producer": _producer(graph, node, readers), "joined": _joined(graph, node, readers)}
+            producer = _producer(graph, node, readers)
+            lean = producer is not None and _lean(graph, graph[producer], readers)
+            below = {"producer": producer, "lean": lean, "joined": _joined(graph, node, readers)}
             above = {"pooled": _pooled(graph, site, readers), "gated": _gated(graph, site, readers)}
             sites.append(replace(site, **below, taker=taker, sole=sole, **above))
         elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
@@ -112,6 +123,13 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
     source = graph.nodes[node.inputs[0]]
     alone = isinstance(source.layer, Conv2d) and len(readers[source.index]) == 1
     return source.name if alone else None
+
+
+def _lean(graph: Graph, node: Node, readers: list[list[int]]) -> bool:
+    conv = node.layer
+    assert isinstance(conv, Conv2d)
+    point = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
+    return type(conv) is Conv2d and point and not conv.biased and max(readers[node.inputs[0]]) == node.index
 
 
 def _joined(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[str, ...] | None:

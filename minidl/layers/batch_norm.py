@@ -51,9 +51,11 @@ class BatchNorm2d(AffineNorm):
 
     accepts_masked = True
     accepts_unfinished = True  # for the statistics that may come with a finished one
-    modes = ("training", "deferred")
-    deferred = False  # a fusion plan's mode: whoever reads the output normalises it in a kernel of its own
-    leaves = False  # set by hand, by no plan: the convolution below makes both its gradients of what this one's is of
+    modes = ("training", "deferred", "lazy")
+    # Modes of a fusion plan: whoever reads the output normalises it in a kernel of its own; the convolution below makes
+    # both its gradients of what this one's is made of.
+    deferred = False
+    lazy = False
 
     def __init__(
         self,
@@ -184,12 +186,12 @@ class BatchNorm2d(AffineNorm):
         else:
             if isinstance(dy, MaskedGradient) and dy.other is not None:
                 other, dy.other = dy.other, None  # the second batch norm to come takes nobody's sums
-                if dy.norm == self.name and sums is not None and add is None and not self.leaves:
+                if dy.norm == self.name and sums is not None and add is None and not self.lazy:
                     dx, dy.parts = self.ops.batch_norm_backward_apply_stats(dy.array, *facts, other.raw, other.moments)
                     dy.norm = other.owner
                     return dx
             dy = finished(self.ops, dy)
-            if self.leaves and sums is not None and add is None:
+            if self.lazy and sums is not None and add is None:
                 return NormGradient(dy, *facts)
             return self.ops.batch_norm_backward_apply(dy, *facts, add=add)
         return dx if add is None else self.ops.add(dx, add)

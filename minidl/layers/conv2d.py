@@ -225,7 +225,7 @@ class Conv2d(_Convolution):
     def _makes_both(self, kept: Any) -> bool:
         """Whether a kernel makes both gradients of what a batch norm above has left to do: the input's as it is, or
         masked for a ReLU over a batch norm alone."""
-        if not self.needs_input_grad or self.sums or hasattr(kept, "relu"):
+        if not self.needs_input_grad or self.biased or self.sums or hasattr(kept, "relu"):
             return False
         if hasattr(kept, "below"):
             _, _, sole, affine = kept.below

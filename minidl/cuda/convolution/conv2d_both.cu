@@ -52,7 +52,7 @@ constexpr int RINGS = 2;                                 // tiles whose input, o
 constexpr int DATA = 0, WEIGHT = 1, MAKE = 3, FILL = 4, THREADS = 5 * 128;
 constexpr int EACH = 65536 / THREADS / 8 * 8;  // registers of a thread at first
 constexpr int FOR_WEIGHT = DEEP < 3 ? 104 : DEEP == 3 ? 128 : 160, FOR_FILL = 24;
-constexpr int FOR_DATA = DEEP < 3 ? 128 : DEEP == 3 ? 104 : 72, FOR_MAKE = DEEP < 3 ? 112 : DEEP == 3 ? 96 : 64;
+constexpr int FOR_DATA = DEEP < 3 ? 128 : DEEP == 3 ? 80 : 72, FOR_MAKE = DEEP < 3 ? 112 : DEEP == 3 ? 120 : 64;
 static_assert(2 * FOR_WEIGHT + FOR_DATA + FOR_MAKE + FOR_FILL <= 5 * EACH, "no more registers than there are");
 
 struct Maps {
@@ -97,8 +97,12 @@ struct Layout {
     __device__ __forceinline__ u32 input(int i) const { return base + INPUT + i * INPUTS; }
     __device__ __forceinline__ u32 source(int i) const { return input(i) + INPUTS - BOX; }
     __device__ __forceinline__ u32 output(int i) const { return base + OUTPUT + i * BOX; }
-    // scale, bend and offset of all filters.
-    __device__ __forceinline__ u32 factors(int which) const { return base + FACTORS + which * (DEEP * FILTERS * 4); }
+    // scale, bend and offset of filters, in vectors of four: of each eight the first, then of each the second, so that
+    // lanes of neighbouring eights read neighbouring vectors.
+    __device__ __forceinline__ u32 factors(int which, int filter) const {
+        const int half = filter / 4 % 2 * (DEEP * FILTERS / 2);
+        return base + FACTORS + 4 * (which * (DEEP * FILTERS) + half + filter / 8 * 4 + filter % 4);
+    }
 
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     // Of a stage: it has come; dy is there; all have done with it. Of a tile's input likewise.
@@ -137,6 +141,7 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Par
         barrier_expect(at.input_come(inputs.index), BOX);
         load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column, row);
         inputs.advance();
+#pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
             const u32 to = at.stage(ring.index), barrier = at.come(ring.index);
             barrier_wait(at.done(ring.index), ring.parity ^ 1);
@@ -161,86 +166,70 @@ struct Factors {
             float mean[1], scale[1], shift[1];
             load_affine(above.moments, above.gamma, nullptr, p.filters, k, mean, scale, shift);
             const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, p.filters, k);
-            store_shared(at.factors(0) + 4 * k, one.scale[0]);
-            store_shared(at.factors(1) + 4 * k, one.bend[0]);
-            store_shared(at.factors(2) + 4 * k, one.offset[0]);
+            store_shared(at.factors(0, k), one.scale[0]);
+            store_shared(at.factors(1, k), one.bend[0]);
+            store_shared(at.factors(2, k), one.offset[0]);
         }
         warpgroup_sync(1 + MAKE);
     }
 
     __device__ __forceinline__ Factors(const Layout& at, int filter) {
-        load_eight(scale, at.factors(0) + 4 * filter);
-        load_eight(bend, at.factors(1) + 4 * filter);
-        load_eight(offset, at.factors(2) + 4 * filter);
+        load_eight(scale, at, 0, filter);
+        load_eight(bend, at, 1, filter);
+        load_eight(offset, at, 2, filter);
     }
 
-    static __device__ __forceinline__ void load_eight(float (&v)[8], u32 from) {
+    static __device__ __forceinline__ void load_eight(float (&v)[8], const Layout& at, int which, int filter) {
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
-            const uint4 four = load_shared(from + 4 * i);
+            const uint4 four = load_shared(at.factors(which, filter + i));
             v[i] = __uint_as_float(four.x), v[i + 1] = __uint_as_float(four.y);
             v[i + 2] = __uint_as_float(four.z), v[i + 3] = __uint_as_float(four.w);
         }
     }
 
-    // Of two values each, the filters i and i + 1; zeros of what lies behind the last pixel, as dy is there.
-    __device__ __forceinline__ u32 pair(u32 dz, u32 y, int i, bool inside) const {
+    // Of two values each, the filters i and i + 1.
+    __device__ __forceinline__ u32 pair(u32 dz, u32 y, int i) const {
         float g[2], v[2];
         unpack_word(dz, g), unpack_word(y, v);
 #pragma unroll
         for (int e = 0; e < 2; ++e) g[e] = fmaf(g[e], scale[i + e], fmaf(v[e], bend[i + e], offset[i + e]));
-        return inside ? Rounding<T>::round_pair(g[0], g[1]) : 0;
+        return Rounding<T>::round_pair(g[0], g[1]);
     }
-    __device__ __forceinline__ uint4 operator()(uint4 dz, uint4 y, bool inside) const {
-        return make_uint4(pair(dz.x, y.x, 0, inside), pair(dz.y, y.y, 2, inside), pair(dz.z, y.z, 4, inside),
-                          pair(dz.w, y.w, 6, inside));
+    __device__ __forceinline__ uint4 operator()(uint4 dz, uint4 y) const {
+        return make_uint4(pair(dz.x, y.x, 0), pair(dz.y, y.y, 2), pair(dz.z, y.z, 4), pair(dz.w, y.w, 6));
     }
 };
 
-// The warpgroup that makes dy, in the place of dz, and with BELOW the convolution's input.
-//
-// A thread has the same 16 bytes of each of its rows: of a stage eight of the 128 filters in every eighth row, of the
-// input eight of the 64 channels in every sixteenth.
-DEVICE void make(const Layout& at, const Problem& p, const Part& part, const Norm& norm) {
-    constexpr int AT_ONCE = DEEP < 4 ? 4 : 2;  // rows whose loads are in flight, as registers allow
-    const u32 thread = threadIdx.x % 128, lane = thread % 32, vector = thread % 16, row = thread / 16;
+// The warpgroup that makes dy, in the place of dz. A thread has the same eight filters of every eighth row of a stage.
+DEVICE void make(const Layout& at, const Problem& p, const Part& part) {
+    constexpr int ROWS = PIXELS / 8, AHEAD = 2;  // of a thread; so many are asked for before they are needed
+    const u32 thread = thread_again(), lane = thread % 32, vector = thread % 16, row = thread / 16;
     const u32 from = vector / 8 * BOX + row * 128 + (vector % 8 ^ row) * 16;
-    Chunk chunk;
-    if (BELOW) chunk.load(norm, part.column);
     Ring<STAGES> ring;
-    Ring<RINGS> inputs;
     for (int tile = part.first; tile < part.last; ++tile) {
         const int left = p.pixels - tile * PIXELS;
-        if constexpr (BELOW) {
-            const u32 down = thread / 8, place = down * 128 + (thread % 8 ^ down % 8) * 16;
-            barrier_wait(at.input_come(inputs.index), inputs.parity);
-            uint4 values[4];
-#pragma unroll
-            for (int i = 0; i < 4; ++i) values[i] = load_shared(at.source(inputs.index) + place + i * 16 * 128);
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                store_shared(at.input(inputs.index) + place + i * 16 * 128, chunk(values[i]), 1);
-            fence_for_engine();
-            __syncwarp();
-            if (lane == 0) barrier_arrive(at.input_made(inputs.index));
-            inputs.advance();
-        }
+#pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
             const Factors factors(at, i * FILTERS + vector * 8);
             const u32 dz = at.stage(ring.index) + from, y = dz + 2 * BOX;
             barrier_wait(at.come(ring.index), ring.parity);
+            uint4 gradients[AHEAD], values[AHEAD];
 #pragma unroll
-            for (int j = 0; j < PIXELS / 8; j += AT_ONCE) {
-                uint4 gradients[AT_ONCE], values[AT_ONCE];
+            for (int j = 0; j < AHEAD; ++j) gradients[j] = load_shared(dz + j * 1024), values[j] = load_shared(y + j * 1024);
 #pragma unroll
-                for (int n = 0; n < AT_ONCE; ++n) {
-                    gradients[n] = load_shared(dz + (j + n) * 1024);
-                    values[n] = load_shared(y + (j + n) * 1024);
+            for (int j = 0; j < ROWS; ++j) {
+                const uint4 made = factors(gradients[j % AHEAD], values[j % AHEAD]);
+                if (j + AHEAD < ROWS) {
+                    gradients[j % AHEAD] = load_shared(dz + (j + AHEAD) * 1024);
+                    values[j % AHEAD] = load_shared(y + (j + AHEAD) * 1024);
                 }
+                store_shared(dz + j * 1024, made, 1);
+            }
+            if (left < PIXELS) {  // behind the last pixel dy is zero; a choice for each value would be a branch each
 #pragma unroll
-                for (int n = 0; n < AT_ONCE; ++n)
-                    store_shared(dz + (j + n) * 1024,
-                                 factors(gradients[n], values[n], int(row) + (j + n) * 8 < left), 1);
+                for (int j = 0; j < ROWS; ++j)
+                    store_shared(dz + j * 1024, make_uint4(0, 0, 0, 0), int(row) + j * 8 >= left);
             }
             fence_for_engine();
             __syncwarp();
@@ -250,13 +239,38 @@ DEVICE void make(const Layout& at, const Problem& p, const Part& part, const Nor
     }
 }
 
+#if BELOW
+// The warpgroup that makes the data gradient: the convolution's input, of which a thread has the same eight channels of
+// every sixteenth row.
+DEVICE void make_input(const Layout& at, const Ring<RINGS>& inputs, const Chunk& chunk) {
+    const u32 thread = thread_again(), row = thread / 8, place = row * 128 + (thread % 8 ^ row % 8) * 16;
+    barrier_wait(at.input_come(inputs.index), inputs.parity);
+    uint4 values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) values[i] = load_shared(at.source(inputs.index) + place + i * 16 * 128);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+        store_shared(at.input(inputs.index) + place + i * 16 * 128, chunk(values[i]), 1);
+    fence_for_engine();
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(at.input_made(inputs.index));
+}
+#endif
+
+// The end of a stage's products. Matrix units have time to spare: sooner than they need the next ones, memory needs the
+// place of these.
+DEVICE void give_back(u32 done) {
+    commit_products();
+    await_products<0>();
+    if (threadIdx.x % 32 == 0) barrier_arrive(done);
+}
+
 // A warpgroup: sums dw up, of the `half`-th 64 filters of each stage.
 DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int half, float* partials) {
     float sum[DEEP][COLUMNS / 2];
     const bool speaks = threadIdx.x % 32 == 0;
     Ring<STAGES> ring;
     Ring<RINGS> inputs;
-    u32 before = 0, input_before = 0;
     for (int tile = part.first; tile < part.last; ++tile) {
         const bool begun = tile > part.first;
         barrier_wait(at.input_made(inputs.index), inputs.parity);
@@ -269,17 +283,12 @@ DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int
 #pragma unroll
             for (int k = 0; k < PIXELS / 16; ++k)
                 multiply<true, true>(sum[i], a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
-            commit_products();
-            await_products<1>();  // those of the stage before are done with it
-            if (speaks && (i || begun)) barrier_arrive(before);
-            if (speaks && i == 0 && begun) barrier_arrive(input_before);
-            before = at.done(ring.index);
+            give_back(at.done(ring.index));
             ring.advance();
         }
-        input_before = at.input_done(inputs.index);
+        if (speaks) barrier_arrive(at.input_done(inputs.index));
         inputs.advance();
     }
-    await_products<0>();
 #pragma unroll
     for (int i = 0; i < DEEP; ++i) settle(sum[i]);
     const u32 thread = thread_again(), lane = thread % 32;
@@ -309,19 +318,22 @@ DEVICE void put(const float (&sum)[COLUMNS / 2], u32 to) {
 }
 
 // A warpgroup: dx, tile after tile.
-DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, const Part& part, const Below& below,
+DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, const Part& part, const Norm& norm,
                       float* sums) {
-    const bool speaks = threadIdx.x % 32 == 0;
     Ring<STAGES> ring;
     Ring<RINGS> tiles;
 #if BELOW
-    Masking masking(below, part.column, p.channels);
+    Masking masking({norm.moments, norm.gamma, norm.beta}, part.column, p.channels);
+    Chunk chunk;
+    chunk.load(norm, part.column);
 #endif
     const u64 filters = operand(at.filters());
     barrier_wait(at.filters_come(), 0);
     for (int tile = part.first; tile < part.last; ++tile, tiles.advance()) {
+#if BELOW
+        make_input(at, tiles, chunk);
+#endif
         float sum[COLUMNS / 2];
-        u32 before = 0;
 #pragma unroll
         for (int i = 0; i < DEEP; ++i) {
             barrier_wait(at.made(ring.index), ring.parity);
@@ -331,14 +343,9 @@ DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, cons
             for (int k = 0; k < FILTERS / 16; ++k)
                 multiply<true>(sum, a + operand_step(k / 4 * BOX + k % 4 * 32),
                                filters + operand_step((i * FILTERS + k * 16) * 128), i + k);
-            commit_products();
-            await_products<1>();
-            if (speaks && i) barrier_arrive(before);
-            before = at.done(ring.index);
+            give_back(at.done(ring.index));
             ring.advance();
         }
-        await_products<0>();
-        if (speaks) barrier_arrive(before);
         settle(sum);
 
         const u32 to = at.output(tiles.index);
@@ -347,13 +354,12 @@ DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, cons
         put(sum, to);
 #if BELOW
         warpgroup_sync(1 + DATA);
-        barrier_wait(at.input_come(tiles.index), tiles.parity);
 #pragma unroll
         for (int j = 0; j < 2; ++j) masking.sum[j] = masking.product[j] = 0.0f;
 #pragma unroll 1
         for (int k = 0; k < PIXELS; k += 16)
             masking.take<128>(to + columns_across() + k * 128, at.source(tiles.index) + columns_across() + k * 128, 0);
-        if (speaks) barrier_arrive(at.input_done(tiles.index));
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.input_done(tiles.index));  // the mask has been read, too
         ColumnShare().write(sums + i64(tile) * 2 * p.channels, masking.result(), part.column, p.channels);
 #endif
         fence_for_engine();
@@ -379,21 +385,20 @@ conv2d_both_kernel(const __grid_constant__ Maps maps, float* __restrict__ partia
         prefetch_map(maps.dz), prefetch_map(maps.y), prefetch_map(maps.w), prefetch_map(maps.x), prefetch_map(maps.dx);
     __syncthreads();
     await_predecessor();
-    const Part part(p);
     const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
     // The roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (role == FILL) {
         set_registers<EACH, FOR_FILL>();
-        if (threadIdx.x == FILL * 128) fill(at, maps, p, part);
+        if (threadIdx.x == FILL * 128) fill(at, maps, p, Part(p));
     } else if (role == MAKE) {
         set_registers<EACH, FOR_MAKE>();
         Factors::prepare(at, {moments, gamma, dy_sums, count}, p);
-        make(at, p, part, {below_moments, below_gamma, below_beta, p.channels});
+        make(at, p, Part(p));
     } else if (role == DATA) {
         set_registers<EACH, FOR_DATA>();
-        make_data(at, maps, p, part, {below_moments, below_gamma, below_beta}, sums);
+        make_data(at, maps, p, Part(p), {below_moments, below_gamma, below_beta, p.channels}, sums);
     } else {
         set_registers<EACH, FOR_WEIGHT>();
-        sum_weight(at, p, part, role - WEIGHT, partials);
+        sum_weight(at, p, Part(p), role - WEIGHT, partials);
     }
 }
