@@ -55,6 +55,7 @@ from minidl.profile.results import result, write
 Row = dict[str, Any]
 STEPS = 5  # of a sample
 EVERYWHERE = "bnff-everywhere"
+KINDS = ("statistics", "gradients", "prologue", "packed", "lazy")
 ARMS = list(fusion.CHOICES)
 ARMS.insert(ARMS.index("bnff") + 1, EVERYWHERE)
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen
@@ -66,6 +67,7 @@ def arguments() -> argparse.Namespace:
     p.add_argument("--cases", nargs="+", default=CASES, metavar="MODEL/BATCH[/IMAGE]")
     p.add_argument("--network", default="resnet50", help="whose convolutions, for the part of that name")
     p.add_argument("--batch", type=int, default=256, help="of that part, and of the map")
+    p.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS, help="of what convolutions do on the way")
     p.add_argument("--precision", default="bf16", choices=["fp32", "bf16", "fp16"])
     p.add_argument("--arms", nargs="+", default=ARMS, choices=ARMS, help="plans of the steps")
     p.add_argument("--peers", nargs="*", default=["torch-eager", "torch-graph"], help="of the steps; none: ours alone")

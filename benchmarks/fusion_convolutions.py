@@ -3,12 +3,13 @@
 Forward, a convolution takes the statistics of what it writes; its data gradient is masked for the ReLU below and
 summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
 output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
-that of one normalised in packed 16-bit arithmetic. `apart` is the same in passes of their own, `plain` the
-convolution alone; `cost` is the kernel with over the kernel without; `floor` is the kernel's with: all arrays moved
-once at the speed of a copy, or its products made at the data sheet's rate; `bound` what the cost cannot be below
-where that is more than the kernel without takes; `plan` whether the network's plan `auto` does this at the layer;
-`whole` also adds up what the kernel leaves. What is farthest over its limit comes first. The peer is PyTorch's
-convolution with its own passes; inputs rotate past the cache on both sides.
+that of one normalised in packed 16-bit arithmetic; and one kernel makes both gradients of what the input gradient of
+a batch norm above is made of, `lazy`, masked and summed for the batch norm below as well. `apart` is the same in passes
+of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without; `floor` is the kernel's
+with: all arrays moved once at the speed of a copy, or its products made at the data sheet's rate; `bound` what the cost
+cannot be below where that is more than the kernel without takes; `plan` whether the network's plan `auto` does this at
+the layer; `whole` also adds up what the kernel leaves. What is farthest over its limit comes first. The peer is
+PyTorch's convolution with its own passes; inputs rotate past the cache on both sides.
 """
 
 from __future__ import annotations
@@ -57,13 +58,18 @@ class Arrays(bench_conv.Arrays):
         self.moments = ops.from_host(np.stack([np.zeros(layer.channels), np.ones(layer.channels)]).astype(np.float32))
         self.affine = ops.from_host(np.ones(layer.channels, np.float32)), None
         self.norm = self.moments, self.affine[0], ops.from_host(np.zeros(layer.channels, np.float32))
+        above = np.stack([np.zeros(layer.filters), np.ones(layer.filters)])  # of the batch norm there
+        self.above = [ops.from_host(a) for a in (above.astype(np.float32), np.ones(layer.filters, np.float32), above)]
+        self.above.append(ops.from_host(np.array([float(self.dy[0].numel() // layer.filters)])))
         zeros = self.array(torch.zeros_like(self.x[0]))
         self.signs = [ops.batch_norm_join(self.array(x), *self.norm, zeros)[1] for x in self.x]
         options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
         self.options = options
 
     def added_bytes(self, kind: str) -> int:
-        """Of the arrays that a convolution reads for what it does besides."""
+        """Of the arrays that a convolution reads, or writes, for what it does besides."""
+        if kind == "lazy":
+            return self.x[0].nbytes + self.dy[0].nbytes
         return self.x[0].nbytes + (self.signs[0].nbytes if self.joined else 0) if kind == "gradients" else 0
 
     def forward(self, arm: str) -> list[Callable[[], Any]]:
@@ -164,6 +170,47 @@ class Arrays(bench_conv.Arrays):
         pairs = zip(self.dy, self.x, strict=True)
         return [lambda dy=dy, x=x: backward(nchw(dy), self._normalised(x), w, None, *how)[1] for dy, x in pairs]
 
+    def lazy(self, arm: str) -> list[Callable[[], Any]]:
+        w, how = self.array(self.w), self.options
+
+        def call(dz: Any, y: Any, raw: Any, z: Any, out: Any) -> Any:
+            if arm == "plain":
+                ops.conv2d_backward_weight(dz, z, **how, out=out)
+                return ops.conv2d_backward_data(dz, w, z.shape, **how), out
+            if arm == "apart":
+                dy = ops.batch_norm_backward_apply(dz, y, *self.above)
+                ops.conv2d_backward_weight(dy, raw, **how, out=out, norm=self.norm)
+                dx, parts = ops.conv2d_backward_data_masked(dy, w, raw, *self.norm, **how)
+            else:
+                dx, parts = ops.conv2d_backward_both(dz, y, *self.above, w, raw, **how, out=out, norm=self.norm)
+            return dx, out, parts if arm == "kernel" else ops.batch_norm_backward_sums(parts, self.moments)
+
+        groups = zip(self.dy, self._above(), self.inputs, self.outputs, strict=True)
+        arrays = [tuple(map(self.array, group)) for group in groups]
+        return [partial(call, *group, ops.empty(tuple(self.w.shape), np.float32)) for group in arrays]
+
+    def lazy_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        layer, w, nchw = self.layer, bench_conv._nchw(self.w), bench_conv._nchw
+        how = [layer.stride] * 2, [layer.padding] * 2, [1, 1], False, [0, 0], 1, [True, True, False]
+        backward, vector = torch.ops.aten.convolution_backward, self.vector
+        ones, zeros = (make(layer.filters, device="cuda") for make in (torch.ones, torch.zeros))
+        count = torch.tensor([self.dy[0].numel() // layer.filters], dtype=torch.int32, device="cuda")
+
+        def call(dz: Any, y: Any, raw: Any, z: Any) -> Any:
+            dy = torch.batch_norm_backward_elemt(dz, y, zeros, ones, ones, zeros, ones, count)
+            g, dw, _ = backward(dy, z, w, None, *how)
+            g = torch.ops.aten.threshold_backward(g, z, 0)
+            return g, dw, torch.batch_norm_backward_reduce(g, raw, vector, vector, vector, True, True, True)
+
+        groups = zip(self.dy, self._above(), self.inputs, self.outputs, strict=True)
+        return [partial(call, *map(nchw, group)) for group in groups]
+
+    def _above(self) -> list[Any]:
+        """Inputs of the batch norm above: of another set what has the size of their gradient."""
+        return self.dy[1:] + self.dy[:1]
+
     def _normalised(self, x: Any) -> Any:
         import torch
 
@@ -178,13 +225,24 @@ PASSES = {
     "prologue": ("forward", "prologue"),
     "packed": ("forward", "packed"),
     "prologue_weight": ("backward_weight", "prologue"),
+    "lazy": ("backward", "lazy"),
 }  # the part of `Arrays`, the pass and the arm of its rows
-LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15}  # of what they should cost
+# Of what they should cost.
+LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15, "lazy": 0.15}
 
 
 def _joined(layer: Layer) -> bool:
     """Whether it reads a block's input."""
     return layer.kernel == 1 and layer.channels > layer.filters
+
+
+def _has(layer: Layer, which: str) -> bool:
+    """Whether there is a kernel for it."""
+    if which != "lazy":
+        return True
+    w = ops.empty((layer.filters, layer.kernel, layer.kernel, layer.channels), bfloat16)
+    options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
+    return ops.conv2d_makes_both((layer.batch, layer.size, layer.size, layer.channels), w, **options)
 
 
 def _planned(network: str, batch: int) -> set[tuple]:
@@ -226,6 +284,12 @@ def _start(layer: Layer) -> None:
         ops.batch_norm_activate_backward_stats(x, x, moments, vector, None)
     else:
         ops.batch_norm_join_backward_stats(x, signs, x, moments)
+    if _has(layer, "lazy"):
+        kinds = ((2, k), float32), (k, float32), ((2, k), np.float64), (1, np.float64)
+        above = [ops.empty(shape, kind) for shape, kind in kinds]
+        ops.batch_norm_backward_apply(dy, dy, *above)
+        ops.conv2d_backward_both(dy, dy, *above, w, x, **options, out=out, norm=norm)
+        ops.conv2d_backward_data_masked(dy, w, x, *norm, **options)
 
 
 def convolutions(a: argparse.Namespace) -> list[Row]:
@@ -233,17 +297,19 @@ def convolutions(a: argparse.Namespace) -> list[Row]:
     layers = [layer for layer in NETWORKS[a.network](a.batch) if layer.channels > 4]
     ahead.compile_ahead(lambda: list(map(_start, layers)))
     bandwidth = copy_bandwidth(ops, DeviceTimer()) * 1e9
-    planned = _planned(a.network, a.batch)
-    return [row for layer in layers for row in _rows(layer, Budget(a.samples, seconds=math.inf), bandwidth, planned)]
+    planned, budget = _planned(a.network, a.batch), Budget(a.samples, seconds=math.inf)
+    parts = [which for which, (_, kind) in PASSES.items() if kind in a.kinds]
+    chosen = [(layer, [which for which in parts if _has(layer, which)]) for layer in layers]
+    return [row for layer, parts in chosen if parts for row in _rows(layer, parts, budget, bandwidth, planned)]
 
 
-def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
+def _rows(layer: Layer, parts: list[str], budget: Budget, bandwidth: float, planned: set[tuple]) -> list[Row]:
     from minidl.bench.torch_calls import time_calls
 
     arrays, rows = Arrays(layer, min(8, input_sets(layer.bytes(2), current_device().l2_bytes))), []
     bf16, peers = bench_conv.PRECISIONS["bf16"], {}
-    for which, (pass_, kind) in PASSES.items():
-        times = {}
+    for which in parts:
+        (pass_, kind), times = PASSES[which], {}
         for arm in ("plain", "kernel", "whole", "apart"):
             with _left_as_they_are(arm == "kernel"):
                 times[arm] = DeviceTimer().replayed(getattr(arrays, which)(arm), budget)
@@ -253,7 +319,8 @@ def _rows(layer: Layer, budget: Budget, bandwidth: float, planned: set[tuple]) -
             peers[peer] = time_calls(getattr(arrays, name)(), budget, "replayed", "cuda")
         added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind == "gradients" and arrays.joined)
         place = layer.channels, layer.filters, layer.kernel, layer.stride, layer.size
-        floor = max((layer.bytes(2) + added + addend) / bandwidth, layer.flop / (bf16.tflops * 1e12))
+        products = layer.flop * (2 if kind == "lazy" else 1)
+        floor = max((layer.bytes(2) + added + addend) / bandwidth, products / (bf16.tflops * 1e12))
         rows.append({
             "case": layer.name, "pass": pass_, "dtype": "bf16",
             "arm": kind if kind != "gradients" else "gradients, join" if arrays.joined else "gradients, relu",

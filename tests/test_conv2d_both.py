@@ -364,8 +364,11 @@ def test_what_is_not_finite_stays_where_it_belongs(hopper, where, rng):
 
 
 def test_a_large_batch_is_summed_as_precisely(hopper, rng):
-    """More tiles than any block has in a network, and each block several of them. Moments and sums are those of y and
-    dz, as a batch norm takes them, so dy adds up to zero: nothing grows that matrix units could cut much off (`CUT`)."""
+    """More tiles than any block has in a network, and each block several of them.
+
+    Moments and sums are those of y and dz, as a batch norm takes them, so dy adds up to zero: nothing grows that matrix
+    units could cut much off (`CUT`).
+    """
     above, w, x, norm = hosts = operands(rng, (64, 56, 56, 64), 256, bfloat16, True)
     dz, y = (np.asarray(array, np.float64) for array in above[:2])
     mean, rstd = above[2][:] = y.mean((0, 1, 2)), 1 / y.std((0, 1, 2))

@@ -86,7 +86,7 @@ MODES = {
     "lazy": Mode(
         "lazy", "lazy", "producer", ("backward",), ("elementwise", "gradients"), (0.0, 0.3),
         "no 1x1 convolution without stride and bias writes for it alone",
-        "the convolution below makes both its gradients of what the input's gradient is made of, which is never written",
+        "the input's gradient is never written: the convolution below makes both its own of what that is made of",
     ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
