@@ -41,8 +41,12 @@ def _cases(files: Iterable[File], part: str) -> dict[tuple[str, ...], list[Row]]
 
 
 def _case(row: Row) -> str:
-    """What is measured at one go: a network, or all convolutions of one."""
-    return row["case"] if row["part"] != "convolutions" else row["case"].split()[0]
+    """What is measured at one go: a network, or one thing that all convolutions of one do on the way."""
+    return row["case"] if row["part"] != "convolutions" else f"{row['case'].split()[0]} {_kind(row)}"
+
+
+def _kind(row: Row) -> str:
+    return row["arm"].split(",")[0]
 
 
 def fused_steps(files: Iterable[File]) -> str:
@@ -182,7 +186,7 @@ def fused_convolutions(files: Iterable[File]) -> str:
         return NOTHING
     kinds: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
-        kinds.setdefault((row["pass"], row["arm"].split(",")[0]), []).append(row)
+        kinds.setdefault((row["pass"], _kind(row)), []).append(row)
     lines = []
     for key, some in kinds.items():
         costs, whole = [row["cost"] for row in some], [sum(row["count"] * row[k] for row in some) for k in _WHOLE]

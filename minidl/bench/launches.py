@@ -77,7 +77,8 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
     """For each pass that a fusion plan leaves without a kernel of its own, the layer whose kernels do its work.
 
     Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
-    and sums, where the plan has one, else the batch norm, which masks. Of a ReLU without a batch norm it is the
+    and sums, where the plan has one, else the batch norm, which masks; of a lazy batch norm's input the convolution
+    below, whose own data gradient may be made along with its weight's. Of a ReLU without a batch norm it is the
     convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that writes,
     of a pooling beside other readers the ReLU, and backward the batch norm.
     """
@@ -89,6 +90,10 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
             for pass_name, by in (("forward", site.producer), ("backward_data", site.taker)):
                 if kernels.get((site.name, pass_name)) == [] and by is not None:
                     found[site.name, pass_name] = by
+        if "lazy" in modes:
+            for name in (site.name, site.producer):
+                if kernels.get((name, "backward_data")) == []:
+                    found[name, "backward_data"] = site.producer
         if not modes or not site.readers:
             continue
         above = site.taker if "gradients" in modes else site.name

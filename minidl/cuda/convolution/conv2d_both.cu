@@ -1,5 +1,5 @@
-// Both gradients of a 1x1 convolution under a batch norm on Hopper (sm_90a), from one read of what its output's gradient
-// is made of; 16-bit types, one group, no stride, no padding.
+// Both gradients of a 1x1 convolution under a batch norm on Hopper (sm_90a), from one read of what its output's
+// gradient is made of; 16-bit types, one group, no stride, no padding.
 //
 //   dy[p,k] = dz[p,k]*scale[k] + (y[p,k]*bend[k] + offset[k])     the gradient of the batch norm's input, rounded to T
 //   dw[k,c] = sum_p dy[p,k] x[p,c]
@@ -12,9 +12,9 @@
 // BELOW: x is the input of a batch norm with a ReLU over it. The convolution's input is made of it as it is read
 // (conv2d_input.cuh), and the data gradient masked and summed for both as in conv2d_hopper.cu (MASKED 1 there).
 //
-// A block owns 64 columns c, all filters k and a chunk of the pixels, 64 at a time: their gradient dw stays in registers
-// until its last tile, dx leaves with every tile. Blocks of the same pixels run side by side, so that dz and y come from
-// memory once. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+// A block owns 64 columns c, all filters k and a chunk of the pixels, 64 at a time: their gradient dw stays in
+// registers until its last tile, dx leaves with every tile. Blocks of the same pixels run side by side, so that dz and
+// y come from memory once. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
 //
 // The arrays are seen through tensor maps (conv2d_both.py makes them), boxes of 64 x 64 unless it says otherwise:
 //   dz, y    (K, pixels)
@@ -26,12 +26,15 @@
 // pixels: that is K-major for dx, where filters are summed, and MN-major for dw, where pixels are.
 //
 // Macros: DTYPE (1, 2); BELOW; DEEP, stages of a tile, K / 128; STAGES in shared memory.
-// Grid: column tiles first, then chunks. Block: five warpgroups, each a role: one multiplies for dx and finishes it, two
-// for dw, each of half of the filters of every stage, one makes dy (and the convolution's input), one thread of the last
-// fills. What bounds it is memory: a stage of 256 filters takes 2200 clocks to come at 4.2 TB/s, the products of both
-// 512, and dy some 600 of another warpgroup (by count of instructions).
+// Grid: column tiles first, then chunks. Block: five warpgroups, each a role: one multiplies for dx and finishes it,
+// with BELOW after it has made the convolution's input; two multiply for dw, each for half of the filters of a stage;
+// one makes dy; and one thread of the last fills.
 // Dynamic shared memory: `Layout::BYTES`.
-// (Worked out, not measured: so far it has run on a CPU alone, tests/emulator.)
+// What bounds it: one column of up to 256 filters, memory (64-256 at 56x56 pixels, 256 images, BELOW: 253 us on an
+// H200, 245 at the speed of a copy). With more filters or columns shared memory: of each stage products read 64 KiB,
+// what is made passes 48 KiB in and out, what comes is 32 KiB; at 128 bytes a clock 1150 of the 1700 clocks that it
+// takes (128-512 at 28x28: 181 us, BELOW 194; with nothing made 141 and 157; by three kernels 281 and 295). What was
+// tried: docs/tuning.md.
 // FLOP: 4 * K * C * pixels. Bytes: dz, y, x, dx once, where C is at most 64; dz and y from the L2 cache for further
 // columns; 4 * chunks * |dw| twice.
 #define MASKED BELOW
@@ -117,7 +120,7 @@ struct Layout {
 
 DEVICE void init_barriers(const Layout& at) {
     for (int i = 0; i < STAGES; ++i)
-        barrier_init(at.come(i), 1), barrier_init(at.made(i), 4), barrier_init(at.done(i), 12);  // warps, of three roles
+        barrier_init(at.come(i), 1), barrier_init(at.made(i), 4), barrier_init(at.done(i), 12);  // warps of three roles
     for (int i = 0; i < RINGS; ++i) {
         barrier_init(at.input_come(i), 1);
         if (BELOW) barrier_init(at.input_made(i), 4);
@@ -216,7 +219,10 @@ DEVICE void make(const Layout& at, const Problem& p, const Part& part) {
             barrier_wait(at.come(ring.index), ring.parity);
             uint4 gradients[AHEAD], values[AHEAD];
 #pragma unroll
-            for (int j = 0; j < AHEAD; ++j) gradients[j] = load_shared(dz + j * 1024), values[j] = load_shared(y + j * 1024);
+            for (int j = 0; j < AHEAD; ++j) {
+                gradients[j] = load_shared(dz + j * 1024);
+                values[j] = load_shared(y + j * 1024);
+            }
 #pragma unroll
             for (int j = 0; j < ROWS; ++j) {
                 const uint4 made = factors(gradients[j % AHEAD], values[j % AHEAD]);
