@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -11,7 +13,8 @@ from minidl.cuda.convolution import conv2d_both
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
-from minidl.precision import bfloat16, float16, float32
+from minidl.fusion import cost
+from minidl.precision import bfloat16, float16, float32, precision
 from tests import emulator
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
 from tests.kernel_checks import SERIALISED, hasty
@@ -126,6 +129,22 @@ def test_the_kernel_takes_what_it_says():
     assert not taken(image, 192) and not taken(image, 640) and not taken((2, 8, 8, 60), 256)
     assert not taken(image, 256, kernel=3, padding=(1, 1)) and not taken(image, 256, stride=(2, 2))
     assert not taken(image, 256, groups=2) and not taken((0, 8, 8, 64), 256)
+
+
+def test_plans_are_lazy_where_there_is_a_kernel_that_should_be_faster(monkeypatch):
+    monkeypatch.undo()  # as it is chosen
+    machine, device = cost.Machine.of(H200), BUILT_IN["A100"]
+    assert [conv2d_both.pays(channels) for channels in (8, 192, 200)] == [True, True, False]
+    for storage, channels, filters in itertools.product(
+        ("bf16", "fp16", "fp32"), (8, 60, 64, 192, 256), (64, 128, 192, 512, 640)
+    ):
+        mode = precision(storage)
+        conv = convolution("test", (2, 8, 8, channels), (filters, 1, 1, channels), **POINT)
+        code = {"bf16": 1, "fp16": 2, "fp32": 0}[storage]
+        there = conv2d_both.applies(conv, code, H200) and conv2d_both.pays(channels)
+        layer = m.Conv2d(channels, filters, 1, bias=False, name="conv")
+        assert machine.does(layer, "lazy", mode) == there, (storage, channels, filters)
+        assert not cost.Machine.of(device).does(layer, "lazy", mode)
 
 
 def test_operands_that_do_not_fit_are_refused():
