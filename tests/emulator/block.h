@@ -165,9 +165,10 @@ void write(uint32_t address, X value) {
     *place<X>(address) = value;
     for (uint32_t i = 0; i < sizeof(X); ++i) unfenced[address + i] = true, fibers[current].written.push_back(address + i);
 }
-inline uint16_t read_by_engine(uint32_t address) {
+template <class X = uint16_t>
+X read_by_engine(uint32_t address) {
     if (unfenced[address]) fail("the engine reads at %u what a thread wrote without a fence", address);
-    return read<uint16_t>(address);
+    return read<X>(address);
 }
 inline uint32_t swizzled(uint32_t address) { return address ^ (address >> 7 & 7) << 4; }
 inline float from_bf16(uint16_t bits) { return bits_as<float>(uint32_t(bits) << 16); }

@@ -90,14 +90,20 @@ void bring(const View& view, uint32_t to, uint32_t barrier, Visit visit) {
         settle(waiting);
     });
 }
-template <class Visit>
+template <class X, class Visit>
 void take_away(const View& view, uint32_t from, Visit visit) {
+    if (from % (view.swizzled() ? 1024 : 128)) fail("a box is stored from %u", from);
     open_group(fibers[current].stores).push_back([=] {
         visit([&](int64_t i, char* value) {
-            const uint16_t stored = read_by_engine(swizzled(from + uint32_t(i)));
+            const uint32_t at = from + uint32_t(i);
+            const X stored = read_by_engine<X>(view.swizzled() ? swizzled(at) : at);
             if (value) memcpy(value, &stored, sizeof stored);
         });
     });
+}
+template <class Visit>
+void take_away(const View& view, uint32_t from, Visit visit) {
+    view.itemsize() == 1 ? take_away<uint8_t>(view, from, visit) : take_away<uint16_t>(view, from, visit);
 }
 template <class Map, class... From>
 void load_box(uint32_t to, const Map* map, uint32_t barrier, From... from) {

@@ -311,18 +311,6 @@ DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int
                         make_float2(sum[i][4 * j + 2 * e], sum[i][4 * j + 2 * e + 1]);
 }
 
-// Writes what a warpgroup has of a tile of dx into its buffer, rounded.
-DEVICE void put(const float (&sum)[COLUMNS / 2], u32 to) {
-    const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
-#pragma unroll
-    for (int j = 0; j < COLUMNS / 16; ++j) {
-        u32 words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(sum[8 * j + 2 * i], sum[8 * j + 2 * i + 1]);
-        store_matrices(to + row * 128 + ((2 * j + lane / 16) ^ row % 8) * 16, words);
-    }
-}
-
 // A warpgroup: dx, tile after tile.
 DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, const Part& part, const Norm& norm,
                       float* sums) {
@@ -357,7 +345,7 @@ DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, cons
         const u32 to = at.output(tiles.index);
         if (threadIdx.x == 0) await_stores_read<RINGS - 1>();
         warpgroup_sync(1 + DATA);
-        put(sum, to);
+        put_square(sum, to);
 #if BELOW
         warpgroup_sync(1 + DATA);
 #pragma unroll

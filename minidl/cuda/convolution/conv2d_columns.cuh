@@ -21,6 +21,20 @@ DEVICE void unpack_word(u32 word, float (&v)[2]) {
     unpack(raw, v);
 }
 
+#if DTYPE
+// Writes a warpgroup's 64 x 64 results, rounded, to rows of 128 bytes.
+DEVICE void put_square(const float (&sum)[32], u32 to) {
+    const u32 thread = thread_again(), lane = thread % 32, row = thread / 32 * 16 + lane % 16;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        u32 words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) words[i] = Rounding<T>::round_pair(sum[8 * j + 2 * i], sum[8 * j + 2 * i + 1]);
+        store_matrices(to + row * 128 + ((2 * j + lane / 16) ^ row % 8) * 16, words);
+    }
+}
+#endif
+
 // Two bytes of shared memory.
 DEVICE u32 load_pair(u32 address) {
     u16 pair;

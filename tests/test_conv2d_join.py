@@ -1,0 +1,254 @@
+"""A residual sum that is made on its way into a 1x1 convolution, by one kernel where there is one: separate passes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from minidl.cuda import machine_code, nvrtc
+from minidl.cuda.convolution import conv2d_join
+from minidl.cuda.convolution.conv2d_plan import convolution
+from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16, float16, float32
+from tests import emulator
+from tests.convolutions import SIXTEEN, Guarded, pitched, put
+from tests.kernel_checks import SERIALISED, hasty
+from tests.tolerance import draw, draw_integers
+
+H200 = BUILT_IN["H200"]
+POINT = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
+# Images, height, width, channels; filters. Pixels that fill no tile, each number of filters, two stages and eight.
+SHAPES = {
+    "one-tile": ((1, 5, 7, 128), 64),
+    "few-stages": ((2, 9, 11, 128), 256),
+    "further-filters": ((1, 13, 17, 256), 128),
+    "deepest": ((2, 10, 13, 512), 128),
+    "many-tiles": ((3, 14, 15, 256), 64),
+}
+TWO = pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
+EACH = pytest.mark.parametrize(("shape", "filters"), SHAPES.values(), ids=SHAPES)
+
+
+def operands(rng, shape, filters, storage, two, whole=False):
+    """x, moments, gamma, beta, add, w; and of the shortcut moments, gamma, beta, or three times None."""
+
+    def vector(least, most):
+        found = rng.integers(least, most + 1, shape[3]) if whole else rng.uniform(least, most, shape[3])
+        return found.astype(np.float32)
+
+    def image(*sizes):
+        return draw_integers(rng, sizes, storage, limit=2) if whole else draw(rng, sizes, storage)
+
+    def norm():
+        return np.stack([vector(-1, 1), vector(1, 1 if whole else 2)]), vector(1, 2), vector(-1, 1)
+
+    return image(*shape), *norm(), image(*shape), image(filters, 1, 1, shape[3]), *(norm() if two else (None,) * 3)
+
+
+def joined(ops, x, moments, gamma, beta, add, w, *other, **options):
+    """(z, signs, y, statistics) on the host; signs are None where nobody keeps them."""
+    names = ("add_moments", "add_gamma", "add_beta")
+    named = {name: None if array is None else ops.from_host(array) for name, array in zip(names, other, strict=True)}
+    found = ops.conv2d_join_stats(*put(ops, x, moments, gamma, beta, add, w), **named, **POINT, **options)
+    return [None if array is None else ops.to_host(array) for array in found]
+
+
+def expected_of(x, moments, gamma, beta, add, w, *other):
+    """z as it is stored, and y before rounding, in float64."""
+
+    def normalized(x, moments, gamma, beta):
+        mean, rstd = (row.astype(np.float64) for row in moments)
+        return (x.astype(np.float64) - mean) * rstd * gamma + beta
+
+    z = normalized(x, moments, gamma, beta)
+    z = z + (add.astype(np.float64) if other[0] is None else normalized(add, *other))
+    z = np.maximum(z, 0).astype(np.float32).astype(x.dtype)
+    return z, z.astype(np.float64) @ w.reshape(w.shape[0], -1).T.astype(np.float64)
+
+
+def check_whole(z, signs, y, stats, hosts):
+    """Every bit is the definition's."""
+    expected, product = expected_of(*hosts)
+    np.testing.assert_array_equal(z, expected)
+    product = product.astype(np.float32).astype(z.dtype)
+    np.testing.assert_array_equal(y, product)
+    if signs is not None:
+        np.testing.assert_array_equal(signs, np.packbits(expected.astype(np.float32) > 0, -1, bitorder="little"))
+    rows = product.astype(np.float64).reshape(-1, product.shape[-1])
+    found = stats.reshape(-1, 2, product.shape[-1]).astype(np.float64).sum(0) if stats.ndim == 3 else None
+    if found is not None:  # parts of sums and of sums of squares, as the kernel leaves them
+        np.testing.assert_array_equal(found, [rows.sum(0), (rows**2).sum(0)])
+
+
+# -- without a GPU ----------------------------------------------------------------------------------------------------
+
+
+def test_the_kernel_takes_what_it_says():
+    def taken(x, filters, kernel=1, code=1, device="H200", **options):
+        options = {**POINT, **options}
+        weights = (filters, kernel, kernel, x[3] // options["groups"])
+        return conv2d_join.applies(convolution("test", x, weights, **options), code, BUILT_IN[device])
+
+    image = (2, 8, 8, 256)
+    assert taken(image, 64) and taken(image, 128, code=2) and taken((2, 8, 8, 512), 128) and taken((2, 8, 8, 128), 256)
+    assert not taken(image, 64, code=0) and not taken(image, 64, device="A100")
+    assert not taken(image, 192) and not taken((2, 8, 8, 192), 64) and not taken((2, 8, 8, 1024), 256)
+    assert not taken(image, 64, kernel=3, padding=(1, 1)) and not taken(image, 64, stride=(2, 2))
+    assert not taken(image, 64, groups=2) and not taken((0, 8, 8, 256), 64)
+
+
+def test_operands_that_do_not_fit_are_refused():
+    from minidl import cuda as ops
+
+    with dry_run():
+        x, w = ops.empty((2, 4, 4, 128), bfloat16), ops.empty((64, 1, 1, 128), bfloat16)
+        norm = ops.empty((2, 128), float32), None, None
+        for add in (ops.empty((2, 4, 5, 128), bfloat16), ops.empty((2, 4, 4, 64), bfloat16)):
+            with pytest.raises(ValueError, match="conv2d_join_stats: add "):
+                ops.conv2d_join_stats(x, *norm, add, w, **POINT)
+        with pytest.raises(TypeError, match="conv2d_join_stats: add "):
+            ops.conv2d_join_stats(x, *norm, ops.empty(x.shape, float16), w, **POINT)
+
+
+@TWO
+@EACH
+def test_every_variant_compiles_and_fits(shape, filters, two):
+    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
+    conv = convolution("test", shape, (filters, 1, 1, shape[3]), *((1, 1), (0, 0), (1, 1), 1))
+    plans = [conv2d_join.plan(conv, code, (shape[3],) * 2, two, H200) for code in (1, 2)]
+    variants = [("conv2d_join", tuple(plan.defines.items())) for plan in plans]
+    for plan, report in zip(plans, nvrtc.compile_all(variants, nvrtc.target(H200.arch), 2), strict=True):
+        (kernel,) = report.kernels
+        assert not kernel.spill_bytes and not SERIALISED.findall(report.log), report.log
+        assert kernel.registers * conv2d_join.THREADS <= 65536
+        assert kernel.shared_bytes + plan.shared <= H200.shared_per_block
+        assert not hasty("conv2d_join", kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
+
+
+def emulated(shape, filters, two, seed):
+    """`joined`, of whole numbers in bfloat16, by the kernel's own source on this machine's processor; and its operands.
+
+    As on two multiprocessors, so that a block has several tiles.
+    """
+    hosts = operands(np.random.default_rng(seed), shape, filters, bfloat16, two, whole=True)
+    with pytest.MonkeyPatch.context() as patch, emulator.table(seed) as ops:
+        own = conv2d_join.plan.__wrapped__
+        few = dataclasses.replace(H200, multiprocessors=2)
+        patch.setattr(conv2d_join, "plan", lambda *facts: own(*facts[:-1], few))
+        found = joined(ops, *hosts, finish=False)
+        assert ops.kernels == ["conv2d_join_kernel"]
+    return found, hosts
+
+
+@TWO
+@EACH
+def test_its_source_is_right_whatever_comes_late(shape, filters, two):
+    for seed in range(3):
+        found, hosts = emulated(shape, filters, two, seed)
+        check_whole(*found, hosts)
+
+
+# What would be wrong with the kernel, by luck seen seldom on a GPU or never: a line of it, and what is there instead.
+FAULTS = {
+    "no-fence-for-the-engine": ("fence_for_engine();\n            __syncwarp();", "__syncwarp();"),
+    "a-stage-is-given-up-early": ("            await_products<0>();\n", ""),
+    "a-sum-is-given-up-before-it-is-stored": ("                await_stores_read<0>();\n", ""),
+    "a-strip-is-not-waited-for": ("        barrier_wait(at.stored(strips.index), strips.parity ^ 1);\n", ""),
+    "rows-are-not-waited-for": ("            if (i) barrier_wait(at.come(ring.index), ring.parity);\n", ""),
+    "a-warp-is-not-waited-for": ("barrier_init(at.made(i), 4)", "barrier_init(at.made(i), 3)"),
+    "one-arrival-too-many-is-expected": ("barrier_init(at.done(i), 5)", "barrier_init(at.done(i), 6)"),
+    "what-is-behind-the-last-pixel-counts": ("return i < rows;", "return true;"),
+    "an-output-is-written-too-soon": ("        if (threadIdx.x == 0) await_stores_read<0>();  // long", "        // long"),
+    "nobody-hears-of-the-end": ("    if (lane == 0) barrier_arrive(at.made(ring.index));  // the others", "    // the"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_emulator_finds_faults(fault, monkeypatch):
+    """So what it does not find is unlikely to be there."""
+    right, wrong = FAULTS[fault]
+    own = nvrtc.source_of
+    assert right in own("conv2d_join")
+    monkeypatch.setattr(nvrtc, "source_of", lambda stem: own(stem).replace(right, wrong))
+
+    def passes(filters, seed):
+        try:
+            found, hosts = emulated((2, 15, 27, 128), filters, True, seed)
+            check_whole(*found, hosts)
+        except AssertionError:
+            return False
+        return True
+
+    assert not all(passes(filters, seed) for filters in (64, 256) for seed in range(6))
+
+
+# -- the operation, and the kernel on a GPU ---------------------------------------------------------------------------
+
+
+@TWO
+@EACH
+@SIXTEEN
+def test_whole_numbers_give_the_bits_of_the_definition(ops, shape, filters, storage, two, rng):
+    hosts = operands(rng, shape, filters, storage, two, whole=True)
+    if ops.name == "cuda" and current_device().arch == (9, 0):
+        assert ops.conv2d_makes_join(shape, ops.from_host(hosts[5]), **POINT)
+    check_whole(*joined(ops, *hosts), hosts)
+
+
+@TWO
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("storage", [float32, bfloat16, float16], ids=["fp32", "bf16", "fp16"])
+def test_the_operation_is_its_parts(ops, storage, kernel, two, rng):
+    """To the bit, but for the order of the statistics' sums; also of convolutions that no kernel takes."""
+    x, moments, gamma, beta, add, w, *other = operands(rng, (2, 9, 7, 128), 64, storage, two)
+    w = draw(rng, (64, kernel, kernel, 128), storage)
+    geometry = {**POINT, "padding": (kernel // 2,) * 2}
+    norm, (x_, add_, w_) = put(ops, moments, gamma, beta), put(ops, x, add, w)
+    names = ("add_moments", "add_gamma", "add_beta")
+    named = {name: None if array is None else ops.from_host(array) for name, array in zip(names, other, strict=True)}
+    z, signs = ops.batch_norm_join(x_, *norm, add_, **named)
+    y, stats = ops.conv2d_stats(z, w_, None, **geometry)
+    found = ops.conv2d_join_stats(x_, *norm, add_, w_, **named, **geometry)
+    for one, same in zip(found[:2], (z, signs), strict=True):
+        assert (one is None) == (same is None)
+        if one is not None:
+            np.testing.assert_array_equal(ops.to_host(one), ops.to_host(same))
+    np.testing.assert_array_equal(ops.to_host(found[2]), ops.to_host(y))
+    np.testing.assert_allclose(ops.to_host(found[3]), ops.to_host(stats), rtol=2e-5, atol=1e-3)
+
+
+@TWO
+@pytest.mark.parametrize("name", ["further-filters", "deepest"])
+def test_arrays_may_lie_at_a_pitch(hopper, name, two, rng):
+    shape, filters = SHAPES[name]
+    x, *norm, add, w, m_, g_, b_ = operands(rng, shape, filters, bfloat16, two)
+    named = (
+        {} if m_ is None else dict(zip(("add_moments", "add_gamma", "add_beta"), put(hopper, m_, g_, b_), strict=True))
+    )
+    found = []
+    for before, after in ((0, 0), (8, 8), (1, 2)):
+        x_, add_ = (pitched(hopper, array, before, after) for array in (x, add))
+        results = hopper.conv2d_join_stats(x_, *put(hopper, *norm), add_, *put(hopper, w), **named, **POINT)
+        found.append([hopper.to_host(array).tobytes() for array in results])
+    assert found[0] == found[1] == found[2]
+
+
+@TWO
+@EACH
+def test_all_of_the_results_are_written_and_nothing_else(hopper, shape, filters, two, rng, monkeypatch):
+    hosts, guarded = operands(rng, shape, filters, bfloat16, two, whole=True), Guarded(hopper)
+    monkeypatch.setattr(conv2d_join, "empty", guarded)
+    check_whole(*joined(hopper, *hosts, finish=False), hosts)
+    guarded.check(4)
+
+
+def test_what_is_not_finite_stays_where_it_belongs(hopper, rng):
+    hosts = operands(rng, (2, 9, 11, 256), 64, bfloat16, False)
+    hosts[0][0, 1, 2, 3], hosts[4][1, 2, 3, 4], hosts[5][...] = np.nan, np.inf, 1
+    z, _, y, _ = joined(hopper, *hosts)
+    expected, product = expected_of(*hosts)
+    np.testing.assert_array_equal(np.isfinite(z.astype(np.float32)), np.isfinite(expected.astype(np.float32)))
+    np.testing.assert_array_equal(np.isfinite(y.astype(np.float32)), np.isfinite(product))
