@@ -55,7 +55,7 @@ from minidl.profile.results import result, write
 Row = dict[str, Any]
 STEPS = 5  # of a sample
 EVERYWHERE = "bnff-everywhere"
-KINDS = ("statistics", "gradients", "prologue", "packed", "lazy")
+KINDS = ("statistics", "gradients", "prologue", "packed", "lazy", "join")
 ARMS = list(fusion.CHOICES)
 ARMS.insert(ARMS.index("bnff") + 1, EVERYWHERE)
 CASES = ["resnet50/256", "densenet121/128", "unet/32", "resnet34/256", "vgg16_bn/64"]  # the last two: unseen

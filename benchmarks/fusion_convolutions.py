@@ -4,7 +4,8 @@ Forward, a convolution takes the statistics of what it writes; its data gradient
 summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
 output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
 that of one normalised in packed 16-bit arithmetic; and one kernel makes both gradients of what the input gradient of
-a batch norm above is made of, `lazy`, masked and summed for the batch norm below as well. `apart` is the same in passes
+a batch norm above is made of, `lazy`, masked and summed for the batch norm below as well; `join` is a residual sum that
+the convolution makes, and writes, as it reads it, with the statistics of its own output. `apart` is the same in passes
 of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without; `floor` is the kernel's
 with: all arrays moved once at the speed of a copy, or its products made at the data sheet's rate; `bound` what the cost
 cannot be below where that is more than the kernel without takes; `plan` whether the network's plan `auto` does this at
@@ -70,6 +71,8 @@ class Arrays(bench_conv.Arrays):
         """Of the arrays that a convolution reads, or writes, for what it does besides."""
         if kind == "lazy":
             return self.x[0].nbytes + self.dy[0].nbytes
+        if kind == "join":
+            return 2 * self.x[0].nbytes + self.signs[0].nbytes
         return self.x[0].nbytes + (self.signs[0].nbytes if self.joined else 0) if kind == "gradients" else 0
 
     def forward(self, arm: str) -> list[Callable[[], Any]]:
@@ -207,6 +210,33 @@ class Arrays(bench_conv.Arrays):
         groups = zip(self.dy, self._above(), self.inputs, self.outputs, strict=True)
         return [partial(call, *map(nchw, group)) for group in groups]
 
+    def join(self, arm: str) -> list[Callable[[], Any]]:
+        w, how = self.array(self.w), self.options
+
+        def call(raw: Any, other: Any, z: Any) -> Any:
+            if arm == "plain":
+                return ops.conv2d(z, w, **how)
+            if arm == "apart":
+                z, signs = ops.batch_norm_join(raw, *self.norm, other)
+                return z, signs, *ops.conv2d_stats(z, w, **how)
+            return ops.conv2d_join_stats(raw, *self.norm, other, w, **how, finish=arm == "whole")
+
+        groups = zip(self.inputs, self.x, self.outputs, strict=True)
+        return [partial(call, *map(self.array, group)) for group in groups]
+
+    def join_peer(self) -> list[Callable[[], Any]]:
+        import torch
+
+        vector, w, nchw = self.vector, bench_conv._nchw(self.w), bench_conv._nchw
+        normalise, convolve = torch.nn.functional.batch_norm, torch.nn.functional.conv2d
+
+        def call(raw: Any, other: Any) -> Any:
+            z = normalise(raw, vector, vector, vector, vector, training=False).add_(other).relu_()
+            y = convolve(z, w, None, self.layer.stride, self.layer.padding)
+            return z, y, torch.batch_norm_stats(y, 1e-5)
+
+        return [partial(call, nchw(raw), nchw(x)) for raw, x in zip(self.inputs, self.x, strict=True)]
+
     def _above(self) -> list[Any]:
         """Inputs of the batch norm above: of another set what has the size of their gradient."""
         return self.dy[1:] + self.dy[:1]
@@ -226,9 +256,10 @@ PASSES = {
     "packed": ("forward", "packed"),
     "prologue_weight": ("backward_weight", "prologue"),
     "lazy": ("backward", "lazy"),
+    "join": ("forward", "join"),
 }  # the part of `Arrays`, the pass and the arm of its rows
 # Of what they should cost.
-LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15, "lazy": 0.15}
+LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15, "lazy": 0.15, "join": 0.15}
 
 
 def _joined(layer: Layer) -> bool:
@@ -238,11 +269,12 @@ def _joined(layer: Layer) -> bool:
 
 def _has(layer: Layer, which: str) -> bool:
     """Whether there is a kernel for it."""
-    if which != "lazy":
+    makes = {"lazy": ops.conv2d_makes_both, "join": ops.conv2d_makes_join}
+    if which not in makes:
         return True
     w = ops.empty((layer.filters, layer.kernel, layer.kernel, layer.channels), bfloat16)
     options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
-    return ops.conv2d_makes_both((layer.batch, layer.size, layer.size, layer.channels), w, **options)
+    return makes[which]((layer.batch, layer.size, layer.size, layer.channels), w, **options)
 
 
 def _planned(network: str, batch: int) -> set[tuple]:
@@ -290,6 +322,8 @@ def _start(layer: Layer) -> None:
         ops.batch_norm_backward_apply(dy, dy, *above)
         ops.conv2d_backward_both(dy, dy, *above, w, x, **options, out=out, norm=norm)
         ops.conv2d_backward_data_masked(dy, w, x, *norm, **options)
+    if _has(layer, "join"):
+        ops.conv2d_join_stats(x, *norm, x, w, **options)
 
 
 def convolutions(a: argparse.Namespace) -> list[Row]:

@@ -216,7 +216,10 @@ class Model(checks.Told):
         left = [len(readers) for readers in self._readers]
         for node in self.graph.nodes:
             keep = grad and self._needs_grad[node.index]
-            values[node.index] = Value(x) if node.layer is None else self._run(node, values, keep)
+            y = Value(x) if node.layer is None else self._run(node, values, keep)
+            if y.given is not None:
+                values[node.inputs[0]], y = y.given, replace(y, given=None)
+            values[node.index] = y
             for i in node.inputs:
                 left[i] -= 1
                 if left[i] == 0:

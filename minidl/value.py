@@ -72,7 +72,8 @@ class Value:
     ``array`` is, and whose others are free for the one `Concat` that continues it; ``signs``: of ``array``, a
     rectified sum, from ``batch_norm_join``; ``place``: for the convolution that reads this, where its output is to lie
     (`minidl.layers.join.share_buffers`); ``pooled``: what the max pooling that reads it beside others would make of it,
-    made already (`minidl.layers.pool2d.pool_beside`).
+    made already (`minidl.layers.pool2d.pool_beside`); ``given``: the value that its producer read, which that has
+    finished on the way, for those who read it as well.
     """
 
     array: Any = None
@@ -82,6 +83,7 @@ class Value:
     signs: Any = None
     place: Any = None
     pooled: Any = None
+    given: Value | None = None
 
     def __init__(
         self,
@@ -92,10 +94,11 @@ class Value:
         signs: Any = None,
         place: Any = None,
         pooled: Any = None,
+        given: Value | None = None,
     ):
         # A frozen class's own would set them one by one, four times as long; every layer's output is one.
         self.__dict__.update(
-            array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place, pooled=pooled
+            array=array, origin=origin, stats=stats, buffer=buffer, signs=signs, place=place, pooled=pooled, given=given
         )
 
     @property
@@ -113,6 +116,21 @@ def owed(value: Value) -> Normalized | None:
         return None
     term = value.origin.terms[0]
     return term if isinstance(term, Normalized) and term.gamma is not None and term.beta is not None else None
+
+
+def joined(value: Value) -> tuple[Normalized, Normalized | Any] | None:
+    """What a rectified sum that is still owed is made of, if that is a batch norm and another one or a plain array."""
+    if value.array is not None or not value.origin.relu or len(value.origin.terms) != 2:
+        return None
+    one, other = sorted(value.origin.terms, key=lambda term: not isinstance(term, Normalized))
+    return (one, other) if isinstance(one, Normalized) else None
+
+
+def shortcut(other: Normalized | Any) -> tuple[Any, dict[str, Any]]:
+    """The second of `joined` as ``batch_norm_join`` takes it: an array, and keyword arguments."""
+    if not isinstance(other, Normalized):
+        return other, {}
+    return other.raw, {"add_moments": other.moments, "add_gamma": other.gamma, "add_beta": other.beta}
 
 
 def activated(value: Any) -> tuple[Normalized, Function] | None:

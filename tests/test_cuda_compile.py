@@ -110,12 +110,8 @@ def call_conv2d() -> None:
         wide = ops.empty((2, 8, 8, 96), dtype)
         for start in (0, 4, 2, 1):
             _convolve(wide[..., start : start + 32], 48, (3, 3), (1, 1), (1, 1), (1, 1), 1, tf32=tf32)
-        x, w, norm = (
-            ops.empty((4, 14, 14, 256), dtype),
-            ops.empty((64, 1, 1, 256), dtype),
-            (*parameters(512, 256, 256),),
-        )
-        norm = norm[0].reshape(2, 256), *norm[1:]
+        x, w = ops.empty((4, 14, 14, 256), dtype), ops.empty((64, 1, 1, 256), dtype)
+        norm = ops.empty((2, 256), float32), *parameters(256, 256)
         where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "tf32": tf32}
         for other in ((None,) * 3, norm):
             names = dict(zip(("add_moments", "add_gamma", "add_beta"), other, strict=True))

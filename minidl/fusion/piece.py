@@ -9,7 +9,7 @@ are left out where no mode changes them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from types import ModuleType
@@ -184,7 +184,10 @@ class Piece:
             if not layer.accepts_unfinished:
                 inputs = [materialize(self.ops, value).array for value in inputs]
             y = layer.forward(*inputs)
-            values.append(y if isinstance(y, Value) else Value(y))
+            y = y if isinstance(y, Value) else Value(y)
+            if y.given is not None and member.inputs[0] >= 0:
+                values[member.inputs[0]] = y.given
+            values.append(replace(y, given=None))
         return [
             materialize(self.ops, value).array
             for value, member in zip(values, self.cut.members, strict=True)

@@ -20,7 +20,9 @@ from minidl.value import (
     Value,
     activated,
     finished,
+    joined,
     materialize,
+    shortcut,
 )
 
 
@@ -38,9 +40,10 @@ class ReLU(Layer):
     accepts_add = True
     accepts_masked = True
     accepts_unfinished = True
-    modes = ("training", "deferred", "masks")
+    modes = ("training", "deferred", "masks", "ahead")
     deferred = False
     masks = False
+    ahead = False  # set by hand, by no plan: over a sum, the convolution that reads it first makes it on the way
     room = 0  # channels that a concatenation will continue the output with, in one buffer (`join.share_buffers`)
     tiles: tuple[int, int, bool] | None = None  # of a pooling beside others: height, width, ceil_mode (`pool_beside`)
 
@@ -72,6 +75,11 @@ class ReLU(Layer):
             if self.deferred:
                 return done
             done = self._finished(first, done) if self.keeps else materialize(self.ops, done)
+        elif self.ahead and (pair := joined(done)) is not None:
+            one, (other, named) = pair[0], shortcut(pair[1])
+            affine = (one.gamma, one.beta)
+            self.save(raw=one.raw, moments=one.moments, affine=affine, other=other, named=named, finished=True)
+            return done
         else:
             done = materialize(self.ops, done)
             self.save(y=done.array if done.signs is None else done.signs, finished=True)
@@ -100,6 +108,10 @@ class ReLU(Layer):
             return self.ops.relu_backward(dy, kept.y, add=add)
         if hasattr(kept, "y"):
             gradient = MaskedGradient(dy, y=kept.y)
+        elif hasattr(kept, "other"):  # whoever made the sum has left it to others to mask for it, and they have not
+            norm = kept.raw, kept.moments, *kept.affine
+            y, signs = self.ops.batch_norm_join(*norm, kept.other, **kept.named)
+            gradient = MaskedGradient(dy, y=y if signs is None else signs)
         else:
             gradient = MaskedGradient(dy, term=Normalized(kept.raw, kept.moments, *kept.affine))
         return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -19,8 +20,10 @@ from minidl.value import (
     SpacedGradient,
     Value,
     finished,
+    joined,
     materialize,
     owed,
+    shortcut,
     summands,
 )
 
@@ -188,7 +191,11 @@ class Conv2d(_Convolution):
 
     def compute(self, x: Any) -> Any:
         place = x.place if isinstance(x, Value) else None
-        options = {**self.geometry, "tf32": self.tf32, "out": place}
+        options, given = {**self.geometry, "tf32": self.tf32, "out": place}, None
+        if isinstance(x, Value) and (pair := joined(x)) is not None:
+            if self._makes_join(x):
+                return self._compute_join(x, *pair)
+            x = given = replace(materialize(self.ops, x), place=None)
         if not isinstance(x, Value):
             self.save(x=x)
         elif (term := owed(x)) is not None:
@@ -204,11 +211,27 @@ class Conv2d(_Convolution):
         weight, bias, relu = self.folded or (self.params["weight"], self.params.get("bias"), self.rectifies)
         if self.statistics and self.training:
             y, stats = self.ops.conv2d_stats(x, weight, bias, **options, finish=False)
-            return Value(y, stats=stats, buffer=place)
+            return Value(y, stats=stats, buffer=place, given=given)
         if relu:
-            return Value(self.ops.conv2d(x, weight, bias, **options, relu=True), origin=Origin((), relu=True))
+            y = self.ops.conv2d(x, weight, bias, **options, relu=True)
+            return Value(y, origin=Origin((), relu=True), given=given)
         y = self.ops.conv2d(x, weight, bias, **options)
-        return y if place is None else Value(y, buffer=place)
+        return y if place is None and given is None else Value(y, buffer=place, given=given)
+
+    def _makes_join(self, x: Value) -> bool:
+        """Whether a kernel makes the sum that is read on the way."""
+        asked = self.statistics and self.training and not self.rectifies
+        if not asked or self.biased or x.place is not None:
+            return False
+        return self.ops.conv2d_makes_join(x.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+
+    def _compute_join(self, x: Value, one: Normalized, other: Normalized | Any) -> Value:
+        norm, (add, named) = (one.raw, one.moments, one.gamma, one.beta), shortcut(other)
+        options = {**self.geometry, "tf32": self.tf32, "finish": False}
+        z, signs, y, stats = self.ops.conv2d_join_stats(*norm, add, self.params["weight"], **named, **options)
+        given = replace(x, array=z, signs=signs)
+        self.save(x=z, **self._below(given))
+        return Value(y, stats=stats, given=given)
 
     def backward_weight(self, dy: Any) -> None:
         kept = self.saved()
