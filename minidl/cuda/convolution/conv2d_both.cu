@@ -42,6 +42,7 @@
 #define BACKWARD 1
 #define STATISTICS 0
 #include "affine.cuh"
+#include "channel_table.cuh"
 #include "conv2d_columns.cuh"
 #include "conv2d_input.cuh"
 #include "wgmma.cuh"
@@ -100,12 +101,8 @@ struct Layout {
     __device__ __forceinline__ u32 input(int i) const { return base + INPUT + i * INPUTS; }
     __device__ __forceinline__ u32 source(int i) const { return input(i) + INPUTS - BOX; }
     __device__ __forceinline__ u32 output(int i) const { return base + OUTPUT + i * BOX; }
-    // scale, bend and offset of filters, in vectors of four: of each eight the first, then of each the second, so that
-    // lanes of neighbouring eights read neighbouring vectors.
-    __device__ __forceinline__ u32 factors(int which, int filter) const {
-        const int half = filter / 4 % 2 * (DEEP * FILTERS / 2);
-        return base + FACTORS + 4 * (which * (DEEP * FILTERS) + half + filter / 8 * 4 + filter % 4);
-    }
+    // scale, bend and offset of the filters.
+    __device__ __forceinline__ ChannelTable<DEEP * FILTERS> factors() const { return {base + FACTORS}; }
 
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     // Of a stage: it has come; dy is there; all have done with it. Of a tile's input likewise.
@@ -169,26 +166,17 @@ struct Factors {
             float mean[1], scale[1], shift[1];
             load_affine(above.moments, above.gamma, nullptr, p.filters, k, mean, scale, shift);
             const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, p.filters, k);
-            store_shared(at.factors(0, k), one.scale[0]);
-            store_shared(at.factors(1, k), one.bend[0]);
-            store_shared(at.factors(2, k), one.offset[0]);
+            at.factors().store(0, k, one.scale[0]);
+            at.factors().store(1, k, one.bend[0]);
+            at.factors().store(2, k, one.offset[0]);
         }
         warpgroup_sync(1 + MAKE);
     }
 
     __device__ __forceinline__ Factors(const Layout& at, int filter) {
-        load_eight(scale, at, 0, filter);
-        load_eight(bend, at, 1, filter);
-        load_eight(offset, at, 2, filter);
-    }
-
-    static __device__ __forceinline__ void load_eight(float (&v)[8], const Layout& at, int which, int filter) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const uint4 four = load_shared(at.factors(which, filter + i));
-            v[i] = __uint_as_float(four.x), v[i + 1] = __uint_as_float(four.y);
-            v[i + 2] = __uint_as_float(four.z), v[i + 3] = __uint_as_float(four.w);
-        }
+        at.factors().load(scale, 0, filter);
+        at.factors().load(bend, 1, filter);
+        at.factors().load(offset, 2, filter);
     }
 
     // Of two values each, the filters i and i + 1.

@@ -31,6 +31,7 @@
 #define BACKWARD 0
 #define STATISTICS (DTYPE == 1)
 #include "affine.cuh"
+#include "channel_table.cuh"
 #include "conv2d_columns.cuh"
 #include "signs.cuh"
 #include "tickets.cuh"
@@ -69,12 +70,8 @@ struct Layout {
     __device__ __forceinline__ u32 stage(int i) const { return filters(DEEP) + i * STAGE; }
     __device__ __forceinline__ u32 slab(int i) const { return base + OUTPUT + i * BOX; }
     __device__ __forceinline__ u32 strip(int i) const { return base + SIGNS + i * PIXELS * SIGN_ROW; }
-    // scale, shift, and with TWO the shortcut's scale, in vectors of four: of each eight the first, then of each the
-    // second, so that lanes of neighbouring eights read neighbouring vectors.
-    __device__ __forceinline__ u32 factors(int which, int channel) const {
-        const int half = channel / 4 % 2 * (DEEP * CHANNELS / 2);
-        return base + FACTORS + 4 * (which * (DEEP * CHANNELS) + half + channel / 8 * 4 + channel % 4);
-    }
+    // scale, shift, and with TWO the shortcut's scale.
+    __device__ __forceinline__ ChannelTable<DEEP * CHANNELS> factors() const { return {base + FACTORS}; }
 
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     // Of a stage: it has come; z is there; all have done with it. Of a strip: it has been stored.
@@ -125,31 +122,22 @@ struct Factors {
         for (int c = threadIdx.x % 128; c < ALL; c += 128) {
             float mean[1], scale[1], shift[1];
             load_affine(main.moments, main.gamma, main.beta, ALL, c, mean, scale, shift);
-            store_shared(at.factors(0, c), scale[0]);
+            at.factors().store(0, c, scale[0]);
             float sum = shift[0];
             if constexpr (TWO) {
                 load_affine(other.moments, other.gamma, other.beta, ALL, c, mean, scale, shift);
-                store_shared(at.factors(2, c), scale[0]);
+                at.factors().store(2, c, scale[0]);
                 sum += shift[0];
             }
-            store_shared(at.factors(1, c), sum);
+            at.factors().store(1, c, sum);
         }
         warpgroup_sync(1 + MAKE);
     }
 
     __device__ __forceinline__ Factors(const Layout& at, int channel) {
-        load_eight(scale, at, 0, channel);
-        load_eight(shift, at, 1, channel);
-        if constexpr (TWO) load_eight(further, at, 2, channel);
-    }
-
-    static __device__ __forceinline__ void load_eight(float (&v)[8], const Layout& at, int which, int channel) {
-#pragma unroll
-        for (int i = 0; i < 8; i += 4) {
-            const uint4 four = load_shared(at.factors(which, channel + i));
-            v[i] = __uint_as_float(four.x), v[i + 1] = __uint_as_float(four.y);
-            v[i + 2] = __uint_as_float(four.z), v[i + 3] = __uint_as_float(four.w);
-        }
+        at.factors().load(scale, 0, channel);
+        at.factors().load(shift, 1, channel);
+        if constexpr (TWO) at.factors().load(further, 2, channel);
     }
 
     // Of two values each, the channels i and i + 1; adds bits i and i + 1 of their signs.
