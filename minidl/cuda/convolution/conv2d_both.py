@@ -39,7 +39,8 @@ __all__ = ["conv2d_backward_both", "conv2d_makes_both"]
 
 PIXELS, COLUMNS, FILTERS = 64, 64, 128  # of a tile; filters of a stage
 DEEPEST = 4  # stages of a tile, at most: of more filters the sums would not fit into registers
-MOST_COLUMNS = 3  # where the kernel is chosen
+MOST_COLUMNS = 3  # of 64 channels, where the kernel is chosen
+WIDEST = 1  # of 64 channels that a block has, where a tile is one stage; up to 4 by registers, but that was not timed
 THREADS = 640
 _BOX = 128 * PIXELS  # bytes
 _RINGS = 2  # tiles whose input, or output, is in shared memory
@@ -147,15 +148,18 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, int, int], below: boo
         below: whether x is the input of a batch norm with a ReLU over it.
     """
     deep, columns, tiles = conv.out_channels // FILTERS, ceil_div(conv.channels, COLUMNS), ceil_div(conv.pixels, PIXELS)
+    wide = ceil_div(columns, ceil_div(columns, WIDEST)) if deep == 1 else 1
+    columns = ceil_div(columns, wide)
     chunks = max(1, min(tiles, WORKERS // columns))
-    fixed = deep * FILTERS * (128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
+    fixed = deep * FILTERS * (wide * 128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
+    fixed += 3 * wide * COLUMNS * 4 if below and wide > 1 else 0
     stages = min(4, (_ROOM - fixed) // (4 * _BOX))
     barriers = 8 * (3 * stages + 3 * _RINGS + 1)
     problem = argument(
         _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,
         chunks=chunks,
     )  # fmt: skip
-    defines = {"DTYPE": code, "BELOW": int(below), "DEEP": deep, "STAGES": stages}
+    defines = {"DTYPE": code, "BELOW": int(below), "DEEP": deep, "WIDE": wide, "STAGES": stages}
     shared = fixed + stages * 4 * _BOX + barriers
     return Planned(chunks * columns, _views(conv, code, pitches), problem, defines, shared, chunks, tiles)
 
