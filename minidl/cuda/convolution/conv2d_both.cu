@@ -12,9 +12,10 @@
 // BELOW: x is the input of a batch norm with a ReLU over it. The convolution's input is made of it as it is read
 // (conv2d_input.cuh), and the data gradient masked and summed for both as in conv2d_hopper.cu (MASKED 1 there).
 //
-// A block owns 64 columns c, or WIDE times as many, all filters k and a chunk of the pixels, 64 at a time: their gradient
-// dw stays in registers until its last tile, dx leaves with every tile. Blocks of the same pixels run side by side, so that dz and
-// y come from memory once. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
+// A block owns 64 columns c, or WIDE times as many, all filters k and a chunk of the pixels, 64 at a time: their
+// gradient dw stays in registers until its last tile, dx leaves with every tile. Blocks of the same pixels run side by
+// side, so that dz and y come from memory once. Chunks depend on the sizes alone, so the bits depend neither on the
+// grid nor on the device.
 //
 // The arrays are seen through tensor maps (conv2d_both.py makes them), boxes of 64 x 64 unless it says otherwise:
 //   dz, y    (K, pixels)
@@ -149,7 +150,8 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Par
         const auto load_input = [&](int columns) {
             barrier_wait(at.input_done(inputs.index), inputs.parity ^ 1);
             barrier_expect(at.input_come(inputs.index), BOX);
-            load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column + columns * COLUMNS, row);
+            load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column + columns * COLUMNS,
+                     row);
             inputs.advance();
         };
         load_input(0);
