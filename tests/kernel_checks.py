@@ -8,18 +8,23 @@ from collections.abc import Iterator
 import numpy as np
 
 from minidl.cuda import machine_code
+from minidl.cuda.device import DeviceRecord
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
 SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
 
 
-def problems_of(launch, kernel, device) -> Iterator[str]:
-    """What would keep this launch from running on this device, or from running as it is meant to."""
-    threads = int(np.prod(launch.block))
+def problems_of(kernel, threads: int, shared: int, device: DeviceRecord) -> Iterator[str]:
+    """What would keep a compiled kernel from running on this device, or from running as it is meant to.
+
+    Args:
+        threads: of all blocks that are to be on a multiprocessor at once.
+        shared: bytes of shared memory that a launch asks for.
+    """
     if kernel.spill_bytes:
         yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
-    if kernel.shared_bytes + launch.shared > device.shared_per_block:
-        yield f"wants {kernel.shared_bytes} + {launch.shared} bytes of shared memory of {device.shared_per_block}"
+    if kernel.shared_bytes + shared > device.shared_per_block:
+        yield f"wants {kernel.shared_bytes} + {shared} bytes of shared memory of {device.shared_per_block}"
     # Registers are given to whole warps, in units of eight per thread.
     if -(-threads // 32) * 32 * (-(-kernel.registers // 8) * 8) > REGISTERS:
         yield f"wants {kernel.registers} registers for each of {threads} threads"
@@ -47,3 +52,12 @@ def hasty(stem, name, opcodes) -> str | None:
     if (opcodes[: waits[0]] == machine_code.EXIT).any():
         return "may end before await_predecessor(), and let those behind it begin too early"
     return None
+
+
+def check_report(stem: str, report, threads: int, shared: int, device: DeviceRecord) -> None:
+    """Of one kernel compiled for sm_90: it fits, nothing makes its products wait, it waits for what is before it."""
+    (kernel,) = report.kernels
+    found = [*problems_of(kernel, threads, shared, device), *SERIALISED.findall(report.log)]
+    if problem := hasty(stem, kernel.name, dict(machine_code.kernels(report.image))[kernel.name]):
+        found.append(problem)
+    assert not found, found

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl.cuda import machine_code, nvrtc
+from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_join
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
@@ -16,7 +16,7 @@ from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float16, float32
 from tests import emulator
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
-from tests.kernel_checks import SERIALISED, hasty
+from tests.kernel_checks import check_report
 from tests.test_fusion import close, fused, run
 from tests.tolerance import draw, draw_integers
 
@@ -129,11 +129,7 @@ def test_every_variant_compiles_and_fits(shape, filters, two):
     plans = [conv2d_join.plan(conv, code, (shape[3],) * 2, two, H200) for code in (1, 2)]
     variants = [("conv2d_join", tuple(plan.defines.items())) for plan in plans]
     for plan, report in zip(plans, nvrtc.compile_all(variants, nvrtc.target(H200.arch), 2), strict=True):
-        (kernel,) = report.kernels
-        assert not kernel.spill_bytes and not SERIALISED.findall(report.log), report.log
-        assert kernel.registers * conv2d_join.THREADS <= 65536
-        assert kernel.shared_bytes + plan.shared <= H200.shared_per_block
-        assert not hasty("conv2d_join", kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
+        check_report("conv2d_join", report, conv2d_join.THREADS, plan.shared, H200)
 
 
 def emulated(shape, filters, two, seed):
@@ -175,22 +171,15 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_the_emulator_finds_faults(fault, monkeypatch):
+def test_the_emulator_finds_faults(fault):
     """So what it does not find is unlikely to be there."""
-    right, wrong = FAULTS[fault]
-    own = nvrtc.source_of
-    assert right in own("conv2d_join")
-    monkeypatch.setattr(nvrtc, "source_of", lambda stem: own(stem).replace(right, wrong))
 
-    def passes(filters, seed):
-        try:
+    def check(seed):
+        for filters in (64, 256):
             found, hosts = emulated((2, 15, 27, 128), filters, True, seed)
             check_whole(*found, hosts)
-        except AssertionError:
-            return False
-        return True
 
-    assert not all(passes(filters, seed) for filters in (64, 256) for seed in range(6))
+    assert emulator.finds("conv2d_join", *FAULTS[fault], check)
 
 
 def blocks():

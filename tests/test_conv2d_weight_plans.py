@@ -10,7 +10,7 @@ import itertools
 import numpy as np
 import pytest
 
-from minidl.cuda import machine_code, nvrtc
+from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_weight_hopper as hopper
 from minidl.cuda.convolution.conv2d_choice import options
 from minidl.cuda.convolution.conv2d_family import Question, family
@@ -23,7 +23,7 @@ from minidl.precision import bfloat16, float32
 from tests import weight_tiles
 from tests.convolutions import cases, plan_of
 from tests.kernel_calls import PROCESSES
-from tests.kernel_checks import REGISTERS, SERIALISED, hasty
+from tests.kernel_checks import check_report
 from tests.reference import conv2d as reference
 from tests.test_conv2d_weight_hopper import CASES, H200, HALO_CASES, KIND, TILES
 from tests.tolerance import draw
@@ -225,11 +225,7 @@ def test_every_tile_compiles_and_fits(name):
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     planned, variants = weight_tiles.planned()[name], weight_tiles.covering_tiles()[name]
     for variant, report in zip(variants, nvrtc.compile_all(variants, nvrtc.target(H200.arch), PROCESSES), strict=True):
-        (kernel,), (threads, shared) = report.kernels, planned[variant]
-        assert not kernel.spill_bytes and not SERIALISED.findall(report.log), report.log
-        assert -(-kernel.registers // 8) * 8 * threads <= REGISTERS
-        assert kernel.shared_bytes + shared <= H200.shared_per_block
-        assert not hasty(variant[0], kernel.name, dict(machine_code.kernels(report.image))[kernel.name])
+        check_report(variant[0], report, *planned[variant], H200)
 
 
 def _gradient_of(x, dy, shape, tf32=0):

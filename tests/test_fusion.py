@@ -334,43 +334,6 @@ def test_sites_of_a_network_of_other_activations():
     assert [site.gated for site in fusion.find_sites(mobile()) if site.gated] == ["block1.deep.2"]
 
 
-def test_a_batch_norm_may_be_lazy_over_a_1x1_convolution_alone():
-    """Without stride, bias, groups, whose turn to the gradient of its input comes first, and where no mask is owed."""
-
-    def site(above=lambda x: m.ReLU()(x), before=lambda x: None, after=lambda x: None, **options):
-        graph = m.Graph()
-        x = m.Conv2d(3, 8, 1, name="first")(graph.input((6, 6, 3)))
-        others = [before(x)]
-        options = {"kernel_size": 1, "bias": False} | options
-        y = above(m.BatchNorm2d(16, name="bn")(m.Conv2d(8, 16, **options, name="below")(x)))
-        y = m.Conv2d(16, 4, 3, padding=1, name="above")(y)
-        others.append(after(x))
-        graph.output(m.Concat()(y, *filter(None, others)) if any(others) else y)
-        return {found.name: found for found in fusion.find_sites(graph)}["bn"]
-
-    assert site().lazy == "bn" and "lazy" in modes_of(fusion.choose([site()], "bnff").sites["bn"])
-    assert site(above=lambda x: x).lazy == "bn", "nothing is owed"
-    assert site(above=lambda x: m.Add()(x, x)).lazy == "bn"
-    assert site(before=lambda x: m.ReLU()(x)).lazy == "bn"
-    for other in (
-        {"kernel_size": 3, "padding": 1}, {"stride": 2}, {"bias": True}, {"groups": 2}, {"padding": 1},
-        {"above": lambda x: m.SiLU()(x)}, {"above": lambda x: m.Sigmoid()(m.ReLU()(x))},
-        {"after": lambda x: m.ReLU()(x)},
-    ):  # fmt: skip
-        assert site(**other).lazy is None, other
-        assert "lazy" not in {mode for way in candidates(site(**other)) for mode in modes_of(way)}
-
-
-def test_of_two_lazy_batch_norms_under_a_sum_the_second_takes_its_own_sums():
-    """So there it spares two passes, everywhere else three."""
-    for site in fusion.find_sites(models.build("resnet50", (64, 64, 3), 10)):
-        if site.lazy:
-            way = fusion.choose([site], "gradients").sites[site.name]
-            lazy = way_of({*modes_of(way), "lazy"})
-            spared = fusion.site_cost(site, way, 1, 2).backward - fusion.site_cost(site, lazy, 1, 2).backward
-            assert spared == (2 if site.partner and site.first_back and site.kind == "join" else 3), site
-
-
 def test_depthwise_convolutions_take_statistics_on_every_gpu():
     """In bfloat16; others by the kernels of Hopper alone."""
     for device, storage in itertools.product(("A100", "H200"), ("bf16", "fp32")):

@@ -185,9 +185,11 @@ class Piece:
                 inputs = [materialize(self.ops, value).array for value in inputs]
             y = layer.forward(*inputs)
             y = y if isinstance(y, Value) else Value(y)
-            if y.given is not None and member.inputs[0] >= 0:
-                values[member.inputs[0]] = y.given
-            values.append(replace(y, given=None))
+            if y.given is not None:
+                if member.inputs[0] >= 0:
+                    values[member.inputs[0]] = y.given
+                y = replace(y, given=None)
+            values.append(y)
         return [
             materialize(self.ops, value).array
             for value, member in zip(values, self.cut.members, strict=True)

@@ -35,6 +35,9 @@ class ReLU(Layer):
 
     Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it; not even that in the
     mode ``masks``, where the pooling that alone reads it masks the gradient.
+
+    With ``ahead``, over a sum of batch norms that is to be finished here, the convolution that reads the output first
+    makes it on its way (`conv2d_join_stats`) where it can, and gives it to the other readers (`Value.given`).
     """
 
     accepts_add = True

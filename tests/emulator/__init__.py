@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,20 @@ def run(
     if UNKNOWN in why:
         raise NotImplementedError(why)
     assert not failed, why
+
+
+def finds(stem: str, right: str, wrong: str, check: Callable[[int], None]) -> bool:
+    """Whether a check fails, of some of six seeds, once a kernel's source has ``wrong`` where it has ``right``."""
+    own = nvrtc.source_of
+    assert right in own(stem)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nvrtc, "source_of", lambda of: own(of).replace(right, wrong) if of == stem else own(of))
+        for seed in range(6):
+            try:
+                check(seed)
+            except AssertionError:
+                return True
+    return False
 
 
 class Maps:

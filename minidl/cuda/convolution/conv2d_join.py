@@ -37,6 +37,7 @@ FILTERS = (64, 128, 256)
 LEAST_STAGES, MOST_STAGES = 3, 8
 THREADS = 384
 _BOX = 128 * PIXELS  # bytes
+_STAGE = 2 * _BOX + 3 * 8 + TICKET_BYTES  # bytes: of x and add, of its barriers and its ticket
 _STRIPS = 2  # tiles whose signs are in shared memory
 _ROOM = 227 * 1024  # shared memory of a block
 
@@ -129,19 +130,20 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, int], two: bool, devi
     share = max(1, ceil_div(tiles, group))
     problem = argument(_PROBLEM, pixels=conv.pixels, tiles=tiles, share=share, group=group)
     defines = {"DTYPE": code, "TWO": int(two), "DEEP": deep, "FILTERS": conv.out_channels, "STAGES": stages}
-    shared = _fixed(conv, two) + stages * 2 * _BOX + 8 * (3 * stages + _STRIPS + 1) + stages * TICKET_BYTES
+    shared = _fixed(conv, two) + stages * _STAGE
     return Planned(blocks(tiles, share, group), _views(conv, code, pitches), problem, defines, shared, tiles)
 
 
 def _fixed(conv: Convolution, two: bool) -> int:
-    """Bytes of shared memory for filters, y, signs and factors."""
-    filters, factors = conv.channels * conv.out_channels * ITEMSIZE, (2 + two) * conv.channels * 4
-    return filters + conv.out_channels // 64 * _BOX + _STRIPS * PIXELS * conv.channels // 8 + factors
+    """Bytes of shared memory that do not grow with the stages: of filters, y, signs, factors and barriers."""
+    filters, y = conv.channels * conv.out_channels * ITEMSIZE, conv.out_channels // 64 * _BOX
+    signs, factors = _STRIPS * PIXELS * conv.channels // 8, (2 + two) * conv.channels * 4
+    return filters + y + signs + factors + 8 * (_STRIPS + 1)
 
 
 def _stages(conv: Convolution, two: bool) -> int:
     """That there is room for."""
-    return min(MOST_STAGES, (_ROOM - _fixed(conv, two) - 512) // (2 * _BOX))
+    return min(MOST_STAGES, (_ROOM - _fixed(conv, two)) // _STAGE)
 
 
 def _views(conv: Convolution, code: int, pitches: tuple[int, int]) -> Views:
