@@ -275,6 +275,15 @@ DEVICE void give_back(u32 done) {
     if (threadIdx.x % 32 == 0) barrier_arrive(done);
 }
 
+// Adds the products of 64 filters' gradients, at `a`, with the input at `b`, and gives one of their places back.
+DEVICE void add_products(float (&sum)[COLUMNS / 2], u64 a, u64 b, bool begun, u32 done) {
+    product_fence();
+#pragma unroll
+    for (int k = 0; k < PIXELS / 16; ++k)
+        multiply<true, true>(sum, a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
+    give_back(done);
+}
+
 // A warpgroup: sums dw up, of the `half`-th 64 filters of each stage.
 DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int half, float* partials) {
     float sum[SUMS_OF_BLOCK][COLUMNS / 2];
@@ -289,12 +298,7 @@ DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int
 #pragma unroll
             for (int i = 0; i < WIDE; ++i) {
                 barrier_wait(at.input_made(inputs.index), inputs.parity);
-                const u64 b = operand(at.input(inputs.index));
-                product_fence();
-#pragma unroll
-                for (int k = 0; k < PIXELS / 16; ++k)
-                    multiply<true, true>(sum[i], a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
-                give_back(at.input_done(inputs.index));
+                add_products(sum[i], a, operand(at.input(inputs.index)), begun, at.input_done(inputs.index));
                 inputs.advance();
             }
             if (speaks) barrier_arrive(at.done(ring.index));
@@ -306,12 +310,7 @@ DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int
 #pragma unroll
         for (int i = 0; i < DEEP; ++i) {
             barrier_wait(at.made(ring.index), ring.parity);
-            const u64 a = operand(at.stage(ring.index) + half * BOX);
-            product_fence();
-#pragma unroll
-            for (int k = 0; k < PIXELS / 16; ++k)
-                multiply<true, true>(sum[i], a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
-            give_back(at.done(ring.index));
+            add_products(sum[i], operand(at.stage(ring.index) + half * BOX), b, begun, at.done(ring.index));
             ring.advance();
         }
         if (speaks) barrier_arrive(at.input_done(inputs.index));
