@@ -58,9 +58,11 @@ def put_other(ops, *other):
 
 
 def joined(ops, x, moments, gamma, beta, add, w, *other, **options):
-    """(z, signs, y, statistics) on the host; signs are None where nobody keeps them."""
+    """(z, signs, y, statistics) on the host; signs are None where nobody keeps them. Of unfinished statistics their
+    parts."""
     arrays, named = put(ops, x, moments, gamma, beta, add, w), put_other(ops, *other)
-    found = ops.conv2d_join_stats(*arrays, **named, **POINT, **options)
+    *found, stats = ops.conv2d_join_stats(*arrays, **named, **POINT, **options)
+    found.append(getattr(stats, "first", stats))
     return [None if array is None else ops.to_host(array) for array in found]
 
 
@@ -86,9 +88,11 @@ def check_whole(z, signs, y, stats, hosts):
     if signs is not None:
         np.testing.assert_array_equal(signs, np.packbits(expected.astype(np.float32) > 0, -1, bitorder="little"))
     rows = product.astype(np.float64).reshape(-1, product.shape[-1])
-    found = stats.reshape(-1, 2, product.shape[-1]).astype(np.float64).sum(0) if stats.ndim == 3 else None
-    if found is not None:  # parts of sums and of sums of squares, as the kernel leaves them
-        np.testing.assert_array_equal(found, [rows.sum(0), (rows**2).sum(0)])
+    if stats.ndim == 3:  # parts of sums and of sums of squares, as the kernel leaves them
+        np.testing.assert_array_equal(stats.astype(np.float64).sum(0), [rows.sum(0), (rows**2).sum(0)])
+    else:
+        squares = ((rows - rows.mean(0)) ** 2).sum(0)
+        np.testing.assert_allclose(stats, [len(rows), *rows.mean(0), *squares], rtol=1e-6, atol=1e-6 * squares.max())
 
 
 # -- without a GPU ----------------------------------------------------------------------------------------------------
@@ -119,6 +123,39 @@ def test_operands_that_do_not_fit_are_refused():
                 ops.conv2d_join_stats(x, *norm, add, w, **POINT)
         with pytest.raises(TypeError, match="conv2d_join_stats: add "):
             ops.conv2d_join_stats(x, *norm, ops.empty(x.shape, float16), w, **POINT)
+
+
+@SIXTEEN
+def test_statistics_are_those_of_any_convolution(storage):
+    """Finished, or as the batch norm above takes them."""
+    from minidl import cuda as ops
+
+    with dry_run():
+        x, w = ops.empty((2, 9, 11, 128), storage), ops.empty((64, 1, 1, 128), storage)
+        norm = ops.empty((2, 128), float32), None, None
+        assert ops.conv2d_makes_join(x.shape, w, **POINT)
+        for finish in (True, False):
+            stats = ops.conv2d_join_stats(x, *norm, x, w, **POINT, finish=finish)[3]
+            own = ops.conv2d_stats(x, w, None, **POINT, finish=finish)[1]
+            assert type(stats) is type(own) and getattr(stats, "shape", None) == getattr(own, "shape", None)
+            assert finish or stats.rows == own.rows == 198
+            moments, count = ops.batch_norm_finalize(stats, 1e-5)
+            assert moments.shape == (2, 64) and count.shape == (1,)
+
+
+@pytest.mark.parametrize("how", ["statistics", "gradients", "bnff"])
+def test_a_step_launches_the_kernel(how):
+    """With nothing behind it that would not take its results."""
+    from minidl import cuda as ops
+
+    with dry_run() as log:
+        model, loss = fused(blocks, how, ops, precision="bf16"), m.SoftmaxCrossEntropy()
+        for name in ("relu1", "relu3", "relu5"):
+            model.graph[name].layer.ahead = True
+        loss.forward(model.forward(ops.empty((4, 6, 5, 3), bfloat16)), ops.empty((4,), np.int32))
+        model.backward(loss.backward())
+    # The third sum is read by no convolution.
+    assert sum(launch.name == "conv2d_join_kernel" for launch in log.launches) == 2
 
 
 @TWO

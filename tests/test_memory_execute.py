@@ -98,6 +98,28 @@ def _require_same_tensors(plain: list, planned: list) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_every_kernel_meets_the_tensors_of_an_unplanned_step(case, fusion):
     """And no stream touches bytes that another may still be using; over two steps in the same memory."""
+    _require_every_tensor(case, fusion)
+
+
+@pytest.mark.parametrize("fusion", ["gradients", "bnff"])
+def test_so_do_those_of_sums_that_convolutions_make_on_the_way(fusion, monkeypatch):
+    """By `minidl.ReLU.ahead`: what is made again then, and moved."""
+    own = _model
+
+    def ahead(case, fusion):
+        model = own(case, fusion)
+        for node in model.graph.nodes:
+            if isinstance(node.layer, m.ReLU):
+                node.layer.ahead = True
+        return model
+
+    monkeypatch.setattr(f"{__name__}._model", ahead)
+    names = _require_every_tensor(("resnet50", 64, 3, "bf16"), fusion)  # of no other test: plans are kept
+    assert "conv2d_join_kernel" in names
+
+
+def _require_every_tensor(case, fusion: str) -> set[str]:
+    """The names of the step's kernels."""
     recording, plans = _planned(case, fusion)
     with dry_run() as log:
         model = _model(case, fusion)
@@ -114,6 +136,7 @@ def test_every_kernel_meets_the_tensors_of_an_unplanned_step(case, fusion):
         assert engine.drained == 0
         kinds |= {d.choice for d in plan.decisions}
     assert kinds >= {"keep", "offload"} and (case[0] in ("mixed", "bare") or "recompute" in kinds)
+    return {name for name, _ in plain.kernels}
 
 
 def _walked(model, case, script, count: int = 2, **options):

@@ -26,6 +26,7 @@ from minidl.cuda.hopper import BYTES, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_join, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import signs_pitch, signs_shape
+from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -96,14 +97,14 @@ def conv2d_join_stats(
     if not _taken(conv, code):
         z, signs = batch_norm_join(x, *norms[:3], add, add_moments=add_moments, add_gamma=add_gamma, add_beta=add_beta)
         return z, signs, *conv2d_stats(z, w, None, **geometry, tf32=tf32, finish=finish)
-    z, signs, y, parts = _forward(conv, code, x, add, w, norms)
-    if parts is None:
+    z, signs, y, stats = _forward(conv, code, x, add, w, norms)
+    if stats is None:
         return z, signs, y, batch_norm_stats(y, finish=finish)
-    return z, signs, y, batch_norm_merge(parts) if finish else parts
+    return z, signs, y, batch_norm_merge(stats) if finish else stats
 
 
 def _forward(conv: Convolution, code: int, x: Any, add: Any, w: Any, norms: tuple[Any, ...]) -> tuple[Any, ...]:
-    """z, its signs, y, and of bfloat16 the parts of y's statistics, by the kernel."""
+    """z, its signs, y, and of bfloat16 y's statistics, which are not merged yet; by the kernel."""
     x, add, w = aligned(as_rows(x)), aligned(as_rows(add)), contiguous(w)
     z, y = empty(conv.x_shape, x.dtype), empty(conv.y_shape, x.dtype)
     signs = empty(signs_shape(conv.x_shape), np.uint8)
@@ -114,7 +115,7 @@ def _forward(conv: Convolution, code: int, x: Any, add: Any, w: Any, norms: tupl
         TensorMaps(planned.views, (x, add, w, z, signs, y)), parts, *norms, planned.problem, TICKETS,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    return z, signs, y, parts
+    return z, signs, y, None if parts is None else Parts(parts, conv.pixels)
 
 
 @functools.lru_cache(maxsize=1024)
