@@ -219,7 +219,7 @@ class Arrays(bench_conv.Arrays):
             if arm == "apart":
                 z, signs = ops.batch_norm_join(raw, *self.norm, other)
                 return z, signs, *ops.conv2d_stats(z, w, **how)
-            return ops.conv2d_join_stats(raw, *self.norm, other, w, **how, finish=arm == "whole")
+            return ops.conv2d_join(raw, *self.norm, other, w, **how, statistics=True, finish=arm == "whole")
 
         groups = zip(self.inputs, self.x, self.outputs, strict=True)
         return [partial(call, *map(self.array, group)) for group in groups]
@@ -323,7 +323,7 @@ def _start(layer: Layer) -> None:
         ops.conv2d_backward_both(dy, dy, *above, w, x, **options, out=out, norm=norm)
         ops.conv2d_backward_data_masked(dy, w, x, *norm, **options)
     if _has(layer, "join"):
-        ops.conv2d_join_stats(x, *norm, x, w, **options)
+        ops.conv2d_join(x, *norm, x, w, **options, statistics=True)
 
 
 def convolutions(a: argparse.Namespace) -> list[Row]:

@@ -61,7 +61,7 @@ def joined(ops, x, moments, gamma, beta, add, w, *other, **options):
     """(z, signs, y, statistics) on the host; signs are None where nobody keeps them. Of unfinished statistics their
     parts."""
     arrays, named = put(ops, x, moments, gamma, beta, add, w), put_other(ops, *other)
-    *found, stats = ops.conv2d_join_stats(*arrays, **named, **POINT, **options)
+    *found, stats = ops.conv2d_join(*arrays, **named, **POINT, statistics=True, **options)
     found.append(getattr(stats, "first", stats))
     return [None if array is None else ops.to_host(array) for array in found]
 
@@ -119,10 +119,10 @@ def test_operands_that_do_not_fit_are_refused():
         x, w = ops.empty((2, 4, 4, 128), bfloat16), ops.empty((64, 1, 1, 128), bfloat16)
         norm = ops.empty((2, 128), float32), None, None
         for add in (ops.empty((2, 4, 5, 128), bfloat16), ops.empty((2, 4, 4, 64), bfloat16)):
-            with pytest.raises(ValueError, match="conv2d_join_stats: add "):
-                ops.conv2d_join_stats(x, *norm, add, w, **POINT)
-        with pytest.raises(TypeError, match="conv2d_join_stats: add "):
-            ops.conv2d_join_stats(x, *norm, ops.empty(x.shape, float16), w, **POINT)
+            with pytest.raises(ValueError, match="conv2d_join: add "):
+                ops.conv2d_join(x, *norm, add, w, **POINT)
+        with pytest.raises(TypeError, match="conv2d_join: add "):
+            ops.conv2d_join(x, *norm, ops.empty(x.shape, float16), w, **POINT)
 
 
 @SIXTEEN
@@ -135,7 +135,7 @@ def test_statistics_are_those_of_any_convolution(storage):
         norm = ops.empty((2, 128), float32), None, None
         assert ops.conv2d_makes_join(x.shape, w, **POINT)
         for finish in (True, False):
-            stats = ops.conv2d_join_stats(x, *norm, x, w, **POINT, finish=finish)[3]
+            stats = ops.conv2d_join(x, *norm, x, w, **POINT, statistics=True, finish=finish)[3]
             own = ops.conv2d_stats(x, w, None, **POINT, finish=finish)[1]
             assert type(stats) is type(own) and getattr(stats, "shape", None) == getattr(own, "shape", None)
             assert finish or stats.rows == own.rows == 198
@@ -143,7 +143,7 @@ def test_statistics_are_those_of_any_convolution(storage):
             assert moments.shape == (2, 64) and count.shape == (1,)
 
 
-@pytest.mark.parametrize("how", ["statistics", "gradients", "bnff"])
+@pytest.mark.parametrize("how", ["elementwise", "gradients", "bnff"])
 def test_a_step_launches_the_kernel(how):
     """With nothing behind it that would not take its results."""
     from minidl import cuda as ops
@@ -151,7 +151,7 @@ def test_a_step_launches_the_kernel(how):
     with dry_run() as log:
         model, loss = fused(blocks, how, ops, precision="bf16"), m.SoftmaxCrossEntropy()
         for name in ("relu1", "relu3", "relu5"):
-            model.graph[name].layer.ahead = True
+            model.graph[name].layer.ahead = model.graph[name].layer.ahead or how != "bnff"
         loss.forward(model.forward(ops.empty((4, 6, 5, 3), bfloat16)), ops.empty((4,), np.int32))
         model.backward(loss.backward())
     # The third sum is read by no convolution.
@@ -163,7 +163,8 @@ def test_a_step_launches_the_kernel(how):
 def test_every_variant_compiles_and_fits(shape, filters, two):
     pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
     conv = convolution("test", shape, (filters, 1, 1, shape[3]), *((1, 1), (0, 0), (1, 1), 1))
-    plans = [conv2d_join.plan(conv, code, (shape[3],) * 2, two, H200) for code in (1, 2)]
+    kinds = ((1, False), (1, True), (2, False))
+    plans = [conv2d_join.plan(conv, code, (shape[3],) * 2, two, statistics, H200) for code, statistics in kinds]
     variants = [("conv2d_join", tuple(plan.defines.items())) for plan in plans]
     for plan, report in zip(plans, nvrtc.compile_all(variants, nvrtc.target(H200.arch), 2), strict=True):
         check_report("conv2d_join", report, conv2d_join.THREADS, plan.shared, H200)
@@ -240,10 +241,10 @@ def blocks():
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_sums_may_be_left_to_the_convolution_that_reads_them_first(ops, how, precision, monkeypatch):
     """On a CPU by the same passes, with the same bits; by a ReLU whose reader has no kernel for it, too."""
-    made, own = [], ops.conv2d_join_stats
+    made, own = [], ops.conv2d_join
     if ops.name == "cpu":
         monkeypatch.setattr(ops, "conv2d_makes_join", lambda shape, w, **geometry: w.shape[1:3] == (1, 1))
-    monkeypatch.setattr(ops, "conv2d_join_stats", lambda *args, **named: made.append(1) or own(*args, **named))
+    monkeypatch.setattr(ops, "conv2d_join", lambda *args, **named: made.append(1) or own(*args, **named))
     steps = []
     for ahead in (False, True):
         model = fused(blocks, how, ops, precision=precision)
@@ -253,8 +254,7 @@ def test_sums_may_be_left_to_the_convolution_that_reads_them_first(ops, how, pre
         assert ahead or not made
     close(*steps, 0.0 if ops.name == "cpu" or precision == "fp32" else 2.0**-6)
     kernels = ops.name == "cpu" or (precision == "bf16" and current_device().arch == (9, 0))
-    asked = how in ("statistics", "gradients", "bnff")  # two of them in two steps; the third is no convolution's
-    assert len(made) == (4 if kernels and asked else 0)
+    assert len(made) == (4 if kernels and how != "none" else 0)  # two of them in two steps; no convolution's the third
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
@@ -295,7 +295,7 @@ def test_the_operation_is_its_parts(ops, storage, kernel, two, rng):
     named = put_other(ops, *other)
     z, signs = ops.batch_norm_join(x_, *norm, add_, **named)
     y, stats = ops.conv2d_stats(z, w_, None, **geometry)
-    found = ops.conv2d_join_stats(x_, *norm, add_, w_, **named, **geometry)
+    found = ops.conv2d_join(x_, *norm, add_, w_, **named, **geometry, statistics=True)
     for one, same in zip(found[:2], (z, signs), strict=True):
         assert (one is None) == (same is None)
         if one is not None:
@@ -305,6 +305,12 @@ def test_the_operation_is_its_parts(ops, storage, kernel, two, rng):
     found_y, y = (ops.to_host(array).astype(np.float64) for array in (found[2], y))
     np.testing.assert_allclose(found_y, y, rtol=unit, atol=unit / 8)
     np.testing.assert_allclose(ops.to_host(found[3]), ops.to_host(stats), rtol=2e-5, atol=1e-3)
+    *same, none = ops.conv2d_join(x_, *norm, add_, w_, **named, **geometry)
+    assert none is None
+    for one, other in zip(found[:3], same, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            np.testing.assert_array_equal(ops.to_host(one), ops.to_host(other), "without statistics")
 
 
 @TWO
@@ -315,7 +321,7 @@ def test_arrays_may_lie_at_a_pitch(hopper, name, two, rng):
     norm, w, named, found = put(hopper, moments, gamma, beta), hopper.from_host(w), put_other(hopper, *other), []
     for before, after in ((0, 0), (8, 8), (1, 2)):
         x_, add_ = (pitched(hopper, array, before, after) for array in (x, add))
-        results = hopper.conv2d_join_stats(x_, *norm, add_, w, **named, **POINT)
+        results = hopper.conv2d_join(x_, *norm, add_, w, **named, **POINT, statistics=True)
         found.append([hopper.to_host(array).tobytes() for array in results])
     assert found[0] == found[1] == found[2]
 

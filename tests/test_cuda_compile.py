@@ -116,8 +116,9 @@ def call_conv2d() -> None:
         where = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1, "tf32": tf32}
         for other in ((None,) * 3, norm):
             names = dict(zip(("add_moments", "add_gamma", "add_beta"), other, strict=True))
-            z, _, y, _ = ops.conv2d_join_stats(x, *norm, x, w, **names, **where)
-            assert z.shape == x.shape and y.shape == (4, 14, 14, 64)
+            for statistics in (False, True):
+                z, _, y, _ = ops.conv2d_join(x, *norm, x, w, **names, **where, statistics=statistics)
+                assert z.shape == x.shape and y.shape == (4, 14, 14, 64)
         ops.conv2d_makes_join(x.shape, w, **where)
     for name in TEXTBOOK:
         with family(name):

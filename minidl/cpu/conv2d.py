@@ -121,29 +121,33 @@ def conv2d_stats(
 def conv2d_makes_join(
     x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
 ) -> bool:
-    """Whether a kernel does what `conv2d_join_stats` does: a GPU's may."""
+    """Whether a kernel does what `conv2d_join` does: a GPU's may."""
     return False
 
 
-def conv2d_join_stats(
+def conv2d_join(
     x: Array, moments: Array, gamma: Array | None, beta: Array | None, add: Array, w: Array, *, stride: Pair,
     padding: Pair, dilation: Pair, groups: int, add_moments: Array | None = None, add_gamma: Array | None = None,
-    add_beta: Array | None = None, tf32: bool = False, finish: bool = True,
-) -> tuple[Array, Array | None, Array, Array]:  # fmt: skip
+    add_beta: Array | None = None, tf32: bool = False, statistics: bool = False, finish: bool = True,
+) -> tuple[Array, Array | None, Array, Array | None]:  # fmt: skip
     """A residual sum with its ReLU, and the convolution that reads it first.
 
     Args:
         x, moments, gamma, beta, add, add_moments, add_gamma, add_beta: as `batch_norm_join` takes them.
         w: filters of the convolution of the sum, which has no bias.
+        statistics: whether the convolution's are wanted.
         finish: as in `conv2d_stats`.
 
     Returns:
-        The sum and its signs, as of `batch_norm_join`; the convolution and its statistics, as of `conv2d_stats`.
+        The sum and its signs, as of `batch_norm_join`; the convolution and its statistics, as of `conv2d_stats`, or
+        None.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
     other = {"add_moments": add_moments, "add_gamma": add_gamma, "add_beta": add_beta}
     z, signs = batch_norm_join(x, moments, gamma, beta, add, **other)
-    return z, signs, *conv2d_stats(z, w, **geometry, finish=finish)
+    if statistics:
+        return z, signs, *conv2d_stats(z, w, **geometry, finish=finish)
+    return z, signs, conv2d(z, w, **geometry), None
 
 
 def conv2d_adds_spaced(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from minidl.cuda.convolution.conv2d_both import DEEPEST, FILTERS, pays
+from minidl.cuda.convolution import conv2d_both, conv2d_join
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site
@@ -69,6 +69,7 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     forward, backward = _PASSES[kind, "elementwise" in modes]
     backward += kind == "join" and "elementwise" in modes and itemsize > 2  # without signs it reads the output, too
     forward -= "statistics" in modes or "joined" in modes  # which take no pass of their own
+    forward -= "join" in modes  # the convolution does not read what it makes
     forward -= 2 * bool({"prologue", "pooled", "rectified"} & {*modes})  # done where it is read, or written
     backward -= 3 * ("pooled" in modes)  # sums of what was pooled; the pooling writes no gradient
     if "gated" in modes:  # what is gated is neither written nor read, nor its gradient; one pass takes all sums
@@ -108,9 +109,9 @@ class Machine(NamedTuple):
             return self.arch is not None and precision.storage == bfloat16
         if mode == "prologue" and _labels(layer):
             return self.arch is not None and precision.storage.itemsize == 2
-        if mode == "lazy" and not (layer.out_channels % FILTERS == 0 and layer.out_channels <= DEEPEST * FILTERS):
+        if mode == "lazy" and not conv2d_both.pays(layer.in_channels, layer.out_channels):
             return False
-        if mode == "lazy" and not pays(layer.in_channels):
+        if mode == "join" and not conv2d_join.fits(layer.in_channels, layer.out_channels):
             return False
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)

@@ -88,6 +88,11 @@ MODES = {
         "no 1x1 convolution without stride and bias writes for it alone",
         "the input's gradient is never written: the convolution below makes both its own of what that is made of",
     ),
+    "join": Mode(
+        "ahead", "ahead", "taker", ("forward",), ("elementwise", "gradients"), (0.1, 0.0),
+        "no 1x1 convolution without stride and bias reads a residual sum over it first",
+        "the convolution above makes the residual sum as it reads it, and writes it for the others",
+    ),
     "prologue": Mode(
         "deferred", "passed_on", "taker", ("forward", "backward"), ("elementwise",),
         (2.1, 2.0), "no convolution alone reads a ReLU over it",
@@ -101,7 +106,18 @@ PLANS = {
     "elementwise": ("elementwise", "pooled", "gated"),
     "statistics": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified"),
     "gradients": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients"),
-    "bnff": ("elementwise", "pooled", "gated", "statistics", "joined", "rectified", "gradients", "lazy", "prologue"),
+    "bnff": (
+        "elementwise",
+        "pooled",
+        "gated",
+        "statistics",
+        "joined",
+        "rectified",
+        "gradients",
+        "lazy",
+        "join",
+        "prologue",
+    ),
 }
 
 

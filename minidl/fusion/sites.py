@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from minidl.graph import Graph, Node
+from minidl.layer import Layer
 from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Mul, ReLU
 from minidl.layers.activation import Activation
 
@@ -31,6 +32,7 @@ class Site:
         pooling: whether that is a max pooling.
         beyond: of such a pooling, name of the convolution whose data gradient is the last of its readers, and may mask.
         sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
+        point: whether the taker is of 1x1 without stride and bias.
         pooled: name of the ReLU above it if a max pooling alone reads that.
         gated: name of the activation above it if only a squeeze and excitation reads that: its means over all pixels
             and its product with a gate.
@@ -51,6 +53,7 @@ class Site:
     pooling: bool = False
     beyond: str | None = None
     sole: bool = False
+    point: bool = False
     pooled: str | None = None
     gated: str | None = None
 
@@ -85,6 +88,11 @@ class Site:
         return tuple(filter(None, (self.taker, self.beyond, self.name)))
 
     @property
+    def ahead(self) -> str | None:
+        """The name of the ReLU over a residual sum if the convolution that reads it first can make both on its way."""
+        return self.readers[-1] if self.kind == "join" and self.point else None
+
+    @property
     def passed_on(self) -> str | None:
         """The name of the ReLU above it if a convolution alone reads that, and can do its work too."""
         return self.readers[0] if self.kind == "relu" and self.sole else None
@@ -100,9 +108,10 @@ def find_sites(graph: Graph) -> list[Site]:
             taker, sole = _taker(graph, site, readers)
             producer = _producer(graph, node, readers)
             lean = producer is not None and _lean(graph, graph[producer], readers)
+            point = taker is not None and _is_point(graph[taker].layer)
             below = {"producer": producer, "lean": lean, "joined": _joined(graph, node, readers)}
             above = {"pooled": _pooled(graph, site, readers), "gated": _gated(graph, site, readers)}
-            sites.append(replace(site, **below, taker=taker, sole=sole, **above))
+            sites.append(replace(site, **below, taker=taker, sole=sole, point=point, **above))
         elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
             sites.append(_bare(graph, node, producer, readers))
     return sites
@@ -126,10 +135,14 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
 
 
 def _lean(graph: Graph, node: Node, readers: list[list[int]]) -> bool:
-    conv = node.layer
-    assert isinstance(conv, Conv2d)
-    point = conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
-    return type(conv) is Conv2d and point and not conv.biased and max(readers[node.inputs[0]]) == node.index
+    return _is_point(node.layer) and max(readers[node.inputs[0]]) == node.index
+
+
+def _is_point(conv: Layer) -> bool:
+    """Whether a layer is a convolution of 1x1 without stride and bias."""
+    if type(conv) is not Conv2d or conv.biased:
+        return False
+    return conv.kernel_size == conv.stride == (1, 1) and conv.padding == (0, 0) and conv.groups == 1
 
 
 def _joined(graph: Graph, node: Node, readers: list[list[int]]) -> tuple[str, ...] | None:

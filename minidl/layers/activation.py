@@ -36,8 +36,8 @@ class ReLU(Layer):
     Over a convolution that did its work already (`Conv2d.rectifies`) it does nothing but keep it; not even that in the
     mode ``masks``, where the pooling that alone reads it masks the gradient.
 
-    With ``ahead``, over a sum of batch norms that is to be finished here, the convolution that reads the output first
-    makes it on its way (`conv2d_join_stats`) where it can, and gives it to the other readers (`Value.given`).
+    In the mode ``ahead``, over a sum of batch norms that is to be finished here, the convolution that reads the output
+    first makes it on its way (`conv2d_join`) where it can, and gives it to the other readers (`Value.given`).
     """
 
     accepts_add = True
@@ -46,7 +46,7 @@ class ReLU(Layer):
     modes = ("training", "deferred", "masks", "ahead")
     deferred = False
     masks = False
-    ahead = False  # set by hand, by no plan: over a sum, the convolution that reads it first makes it on the way
+    ahead = False
     room = 0  # channels that a concatenation will continue the output with, in one buffer (`join.share_buffers`)
     tiles: tuple[int, int, bool] | None = None  # of a pooling beside others: height, width, ceil_mode (`pool_beside`)
 
@@ -79,9 +79,12 @@ class ReLU(Layer):
                 return done
             done = self._finished(first, done) if self.keeps else materialize(self.ops, done)
         elif self.ahead and (pair := joined(done)) is not None:
-            one, (other, named) = pair[0], shortcut(pair[1])
-            affine = (one.gamma, one.beta)
-            self.save(raw=one.raw, moments=one.moments, affine=affine, other=other, named=named, finished=True)
+            one, (add, named) = pair[0], shortcut(pair[1])
+            moments, *affine = named.values() or (None,) * 3
+            self.save(
+                raw=one.raw, moments=one.moments, affine=(one.gamma, one.beta), add=add, add_moments=moments,
+                add_affine=tuple(affine), finished=True,
+            )  # fmt: skip
             return done
         else:
             done = materialize(self.ops, done)
@@ -111,9 +114,10 @@ class ReLU(Layer):
             return self.ops.relu_backward(dy, kept.y, add=add)
         if hasattr(kept, "y"):
             gradient = MaskedGradient(dy, y=kept.y)
-        elif hasattr(kept, "other"):  # whoever made the sum has left it to others to mask for it, and they have not
-            norm = kept.raw, kept.moments, *kept.affine
-            y, signs = self.ops.batch_norm_join(*norm, kept.other, **kept.named)
+        elif hasattr(kept, "add"):  # whoever made the sum has left it to others to mask for it, and they have not
+            norm, (gamma, beta) = (kept.raw, kept.moments, *kept.affine), kept.add_affine
+            other = {"add_moments": kept.add_moments, "add_gamma": gamma, "add_beta": beta}
+            y, signs = self.ops.batch_norm_join(*norm, kept.add, **other)
             gradient = MaskedGradient(dy, y=y if signs is None else signs)
         else:
             gradient = MaskedGradient(dy, term=Normalized(kept.raw, kept.moments, *kept.affine))

@@ -220,15 +220,14 @@ class Conv2d(_Convolution):
 
     def _makes_join(self, x: Value) -> bool:
         """Whether a kernel makes the sum that is read on the way."""
-        asked = self.statistics and self.training and not self.rectifies
-        if not asked or self.biased or x.place is not None:
+        if self.biased or self.rectifies or self.folded or x.place is not None:
             return False
         return self.ops.conv2d_makes_join(x.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def _compute_join(self, x: Value, one: Normalized, other: Normalized | Any) -> Value:
         norm, (add, named) = (one.raw, one.moments, one.gamma, one.beta), shortcut(other)
-        options = {**self.geometry, "tf32": self.tf32, "finish": False}
-        z, signs, y, stats = self.ops.conv2d_join_stats(*norm, add, self.params["weight"], **named, **options)
+        options = {**self.geometry, "tf32": self.tf32, "statistics": self.statistics and self.training, "finish": False}
+        z, signs, y, stats = self.ops.conv2d_join(*norm, add, self.params["weight"], **named, **options)
         given = replace(x, array=z, signs=signs)
         self.save(x=z, **self._below(given))
         return Value(y, stats=stats, given=given)

@@ -12,10 +12,9 @@
 // BELOW: x is the input of a batch norm with a ReLU over it. The convolution's input is made of it as it is read
 // (conv2d_input.cuh), and the data gradient masked and summed for both as in conv2d_hopper.cu (MASKED 1 there).
 //
-// A block owns 64 columns c, or WIDE times as many, all filters k and a chunk of the pixels, 64 at a time: their
-// gradient dw stays in registers until its last tile, dx leaves with every tile. Blocks of the same pixels run side by
-// side, so that dz and y come from memory once. Chunks depend on the sizes alone, so the bits depend neither on the
-// grid nor on the device.
+// A block owns 64 columns c, all filters k and a chunk of the pixels, 64 at a time: their gradient dw stays in
+// registers until its last tile, dx leaves with every tile. Blocks of the same pixels run side by side, so that dz and
+// y come from memory once. Chunks depend on the sizes alone, so the bits depend neither on the grid nor on the device.
 //
 // The arrays are seen through tensor maps (conv2d_both.py makes them), boxes of 64 x 64 unless it says otherwise:
 //   dz, y    (K, pixels)
@@ -26,8 +25,7 @@
 // A stage is 128 filters of a tile: two boxes of dz, where dy takes their place, and two of y. dy lies there as rows of
 // pixels: that is K-major for dx, where filters are summed, and MN-major for dw, where pixels are.
 //
-// Macros: DTYPE (1, 2); BELOW; DEEP, stages of a tile, K / 128; WIDE (1 to 4), times 64 columns, 1 unless DEEP is;
-// STAGES in shared memory.
+// Macros: DTYPE (1, 2); BELOW; DEEP, stages of a tile, K / 128; STAGES in shared memory.
 // Grid: column tiles first, then chunks. Block: five warpgroups, each a role: one multiplies for dx and finishes it,
 // with BELOW after it has made the convolution's input; two multiply for dw, each for half of the filters of a stage;
 // one makes dy; and one thread of the last fills.
@@ -52,16 +50,13 @@
 constexpr int PIXELS = 64, COLUMNS = 64, FILTERS = 128;  // of a tile; filters of a stage
 constexpr int BOX = PIXELS * 128, STAGE = 4 * BOX;       // bytes
 constexpr int INPUTS = BELOW ? 2 * BOX : BOX;            // of a tile's input, and of what it is made of
-constexpr int RINGS = 2;                                 // inputs, or outputs, of 64 columns that are in shared memory
-constexpr int SUMS_OF_BLOCK = DEEP * WIDE;               // of 128 filters and 64 columns
-static_assert(WIDE == 1 || DEEP == 1, "a stage is given back when all columns have had it");
+constexpr int RINGS = 2;                                 // tiles whose input, or output, is in shared memory
 
 // The roles, by warpgroup.
 constexpr int DATA = 0, WEIGHT = 1, MAKE = 3, FILL = 4, THREADS = 5 * 128;
 constexpr int EACH = 65536 / THREADS / 8 * 8;  // registers of a thread at first
-constexpr int FOR_WEIGHT = SUMS_OF_BLOCK < 3 ? 104 : SUMS_OF_BLOCK == 3 ? 128 : 160, FOR_FILL = 24;
-constexpr int FOR_DATA = SUMS_OF_BLOCK < 3 ? 128 : SUMS_OF_BLOCK == 3 ? 80 : 72;
-constexpr int FOR_MAKE = SUMS_OF_BLOCK < 3 ? 112 : SUMS_OF_BLOCK == 3 ? 120 : 64;
+constexpr int FOR_WEIGHT = DEEP < 3 ? 104 : DEEP == 3 ? 128 : 160, FOR_FILL = 24;
+constexpr int FOR_DATA = DEEP < 3 ? 128 : DEEP == 3 ? 80 : 72, FOR_MAKE = DEEP < 3 ? 112 : DEEP == 3 ? 120 : 64;
 static_assert(2 * FOR_WEIGHT + FOR_DATA + FOR_MAKE + FOR_FILL <= 5 * EACH, "no more registers than there are");
 
 struct Maps {
@@ -70,7 +65,7 @@ struct Maps {
 
 struct Problem {
     int pixels, tiles;      // tiles of the pixels
-    int channels, columns;  // of the convolution's input: all of them, blocks side by side that have them
+    int channels, columns;  // of the convolution's input: all of them, tiles of them
     int filters, chunks;
 };
 
@@ -86,7 +81,7 @@ struct Part {
 
     __device__ __forceinline__ explicit Part(const Problem& p) {
         chunk = blockIdx.x / p.columns;
-        column = (blockIdx.x - chunk * p.columns) * (WIDE * COLUMNS);
+        column = (blockIdx.x - chunk * p.columns) * COLUMNS;
         const int each = p.tiles / p.chunks, rest = p.tiles - each * p.chunks;
         first = each * chunk + min(chunk, rest);
         last = first + each + (chunk < rest);
@@ -94,14 +89,13 @@ struct Part {
 };
 
 struct Layout {
-    static constexpr int FILTER_BYTES = SUMS_OF_BLOCK * FILTERS * 128, FACTOR_BYTES = 3 * DEEP * FILTERS * 4;
+    static constexpr int FILTER_BYTES = DEEP * FILTERS * 128, FACTOR_BYTES = 3 * DEEP * FILTERS * 4;
     static constexpr int INPUT = FILTER_BYTES + STAGES * STAGE, OUTPUT = INPUT + RINGS * INPUTS;
-    static constexpr int FACTORS = OUTPUT + RINGS * BOX, NORM = FACTORS + FACTOR_BYTES;
-    static constexpr int BARRIERS = NORM + (BELOW && WIDE > 1 ? 3 * WIDE * COLUMNS * 4 : 0);
+    static constexpr int FACTORS = OUTPUT + RINGS * BOX, BARRIERS = FACTORS + FACTOR_BYTES;
     static constexpr int BYTES = BARRIERS + 8 * (3 * STAGES + 3 * RINGS + 1);
     u32 base;
 
-    __device__ __forceinline__ u32 filters(int columns = 0) const { return base + columns * (DEEP * FILTERS * 128); }
+    __device__ __forceinline__ u32 filters() const { return base; }
     __device__ __forceinline__ u32 stage(int i) const { return base + FILTER_BYTES + i * STAGE; }
     // The convolution's input, and behind it with BELOW what it is made of.
     __device__ __forceinline__ u32 input(int i) const { return base + INPUT + i * INPUTS; }
@@ -109,9 +103,6 @@ struct Layout {
     __device__ __forceinline__ u32 output(int i) const { return base + OUTPUT + i * BOX; }
     // scale, bend and offset of the filters.
     __device__ __forceinline__ ChannelTable<DEEP * FILTERS> factors() const { return {base + FACTORS}; }
-
-    // Of the batch norm below mean, scale and shift of the columns, where there are more than registers keep.
-    __device__ __forceinline__ ChannelTable<WIDE * COLUMNS> norm() const { return {base + NORM}; }
 
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
     // Of a stage: it has come; dy is there; all have done with it. Of a tile's input likewise.
@@ -140,21 +131,16 @@ DEVICE void init_barriers(const Layout& at) {
 DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Part& part) {
     barrier_expect(at.filters_come(), Layout::FILTER_BYTES);
 #pragma unroll
-    for (int i = 0; i < SUMS_OF_BLOCK; ++i)
-        load_box(at.filters() + i * FILTERS * 128, maps.w, at.filters_come(), part.column + i / DEEP * COLUMNS,
-                 i % DEEP * FILTERS);
+    for (int i = 0; i < DEEP; ++i)
+        load_box(at.filters() + i * FILTERS * 128, maps.w, at.filters_come(), part.column, i * FILTERS);
     Ring<STAGES> ring;
     Ring<RINGS> inputs;
     for (int tile = part.first; tile < part.last; ++tile) {
         const int row = tile * PIXELS;
-        const auto load_input = [&](int columns) {
-            barrier_wait(at.input_done(inputs.index), inputs.parity ^ 1);
-            barrier_expect(at.input_come(inputs.index), BOX);
-            load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column + columns * COLUMNS,
-                     row);
-            inputs.advance();
-        };
-        load_input(0);
+        barrier_wait(at.input_done(inputs.index), inputs.parity ^ 1);
+        barrier_expect(at.input_come(inputs.index), BOX);
+        load_box(at.source(inputs.index), maps.x, at.input_come(inputs.index), part.column, row);
+        inputs.advance();
 #pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
             const u32 to = at.stage(ring.index), barrier = at.come(ring.index);
@@ -167,8 +153,6 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Par
             }
             ring.advance();
         }
-        // Behind the stages: places for these come free while those are multiplied.
-        for (int columns = 1; columns < WIDE; ++columns) load_input(columns);
     }
 }
 
@@ -210,7 +194,7 @@ struct Factors {
 
 // The warpgroup that makes dy, in the place of dz. A thread has the same eight filters of every eighth row of a stage.
 DEVICE void make(const Layout& at, const Problem& p, const Part& part) {
-    constexpr int ROWS = PIXELS / 8, AHEAD = WIDE < 4 ? 2 : 1;  // of a thread; asked for before they are needed
+    constexpr int ROWS = PIXELS / 8, AHEAD = 2;  // of a thread; so many are asked for before they are needed
     const u32 thread = thread_again(), lane = thread % 32, vector = thread % 16, row = thread / 16;
     const u32 from = vector / 8 * BOX + row * 128 + (vector % 8 ^ row) * 16;
     Ring<STAGES> ring;
@@ -275,164 +259,95 @@ DEVICE void give_back(u32 done) {
     if (threadIdx.x % 32 == 0) barrier_arrive(done);
 }
 
-// Adds the products of 64 filters' gradients, at `a`, with the input at `b`, and gives one of their places back.
-DEVICE void add_products(float (&sum)[COLUMNS / 2], u64 a, u64 b, bool begun, u32 done) {
-    product_fence();
-#pragma unroll
-    for (int k = 0; k < PIXELS / 16; ++k)
-        multiply<true, true>(sum, a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
-    give_back(done);
-}
-
 // A warpgroup: sums dw up, of the `half`-th 64 filters of each stage.
 DEVICE void sum_weight(const Layout& at, const Problem& p, const Part& part, int half, float* partials) {
-    float sum[SUMS_OF_BLOCK][COLUMNS / 2];
+    float sum[DEEP][COLUMNS / 2];
     const bool speaks = threadIdx.x % 32 == 0;
     Ring<STAGES> ring;
     Ring<RINGS> inputs;
     for (int tile = part.first; tile < part.last; ++tile) {
         const bool begun = tile > part.first;
-        if constexpr (WIDE > 1) {
-            barrier_wait(at.made(ring.index), ring.parity);
-            const u64 a = operand(at.stage(ring.index) + half * BOX);
-#pragma unroll
-            for (int i = 0; i < WIDE; ++i) {
-                barrier_wait(at.input_made(inputs.index), inputs.parity);
-                add_products(sum[i], a, operand(at.input(inputs.index)), begun, at.input_done(inputs.index));
-                inputs.advance();
-            }
-            if (speaks) barrier_arrive(at.done(ring.index));
-            ring.advance();
-            continue;
-        }
         barrier_wait(at.input_made(inputs.index), inputs.parity);
         const u64 b = operand(at.input(inputs.index));
 #pragma unroll
         for (int i = 0; i < DEEP; ++i) {
             barrier_wait(at.made(ring.index), ring.parity);
-            add_products(sum[i], operand(at.stage(ring.index) + half * BOX), b, begun, at.done(ring.index));
+            const u64 a = operand(at.stage(ring.index) + half * BOX);
+            product_fence();
+#pragma unroll
+            for (int k = 0; k < PIXELS / 16; ++k)
+                multiply<true, true>(sum[i], a + operand_step(k * 2048), b + operand_step(k * 2048), begun || k);
+            give_back(at.done(ring.index));
             ring.advance();
         }
         if (speaks) barrier_arrive(at.input_done(inputs.index));
         inputs.advance();
     }
 #pragma unroll
-    for (int i = 0; i < SUMS_OF_BLOCK; ++i) settle(sum[i]);
+    for (int i = 0; i < DEEP; ++i) settle(sum[i]);
     const u32 thread = thread_again(), lane = thread % 32;
-    const int first = part.column + lane % 4 * 2;
+    const int column = part.column + lane % 4 * 2;
     float* const to = partials + (i64(part.chunk) * p.filters + half * 64 + thread / 32 * 16 + lane / 4) * p.channels;
 #pragma unroll
-    for (int i = 0; i < SUMS_OF_BLOCK; ++i)
+    for (int i = 0; i < DEEP; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS / 8; ++j)
-            if (const int column = first + i / DEEP * COLUMNS + 8 * j; column < p.channels)
+            if (column + 8 * j < p.channels)
 #pragma unroll
                 for (int e = 0; e < 2; ++e)
-                    *reinterpret_cast<float2*>(to + i64(i % DEEP * FILTERS + 8 * e) * p.channels + column) =
+                    *reinterpret_cast<float2*>(to + i64(i * FILTERS + 8 * e) * p.channels + column + 8 * j) =
                         make_float2(sum[i][4 * j + 2 * e], sum[i][4 * j + 2 * e + 1]);
 }
-
-#if BELOW
-// What threads need of the batch norm below, for the columns at hand: to make the input, and to mask.
-struct Columns {
-    Chunk chunk;
-    Masking masking;
-
-    __device__ __forceinline__ Columns(const Layout& at, const Part& part, const Norm& norm)
-        : masking(WIDE > 1 ? Masking() : Masking({norm.moments, norm.gamma, norm.beta}, part.column, norm.channels)) {
-#if WIDE == 1
-        chunk.load(norm, part.column);
-#else
-        for (int c = threadIdx.x; c < WIDE * COLUMNS; c += 128) {
-            const int channel = part.column + c;
-            const Affine affine(norm, channel);
-            at.norm().store(0, c, channel < norm.channels ? norm.moments[channel] : 0.0f);
-            at.norm().store(1, c, affine.scale.x);
-            at.norm().store(2, c, affine.shift.x);
-        }
-        warpgroup_sync(1 + DATA);
-#endif
-    }
-
-    // Goes on to the i-th 64 columns of the block, where there are several.
-    __device__ __forceinline__ void turn_to(const Layout& at, int i) {
-#if WIDE > 1
-        const u32 thread = thread_again();
-        float scale[8], shift[8];
-        at.norm().load(scale, 1, i * COLUMNS + thread % 8 * 8);
-        at.norm().load(shift, 2, i * COLUMNS + thread % 8 * 8);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-            chunk.pairs[j].scale = {scale[2 * j], scale[2 * j + 1]};
-            chunk.pairs[j].shift = {shift[2 * j], shift[2 * j + 1]};
-        }
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const int column = i * COLUMNS + thread / 32 * 16 + j * 8 + thread % 32 / 4;
-            masking.mean[j] = __uint_as_float(load_shared_word(at.norm().place(0, column)));
-            masking.scale[j] = __uint_as_float(load_shared_word(at.norm().place(1, column)));
-            masking.shift[j] = __uint_as_float(load_shared_word(at.norm().place(2, column)));
-        }
-#endif
-    }
-};
-#endif
 
 // A warpgroup: dx, tile after tile.
 DEVICE void make_data(const Layout& at, const Maps& maps, const Problem& p, const Part& part, const Norm& norm,
                       float* sums) {
     Ring<STAGES> ring;
-    Ring<RINGS> turns;
+    Ring<RINGS> tiles;
 #if BELOW
-    Columns columns(at, part, norm);
+    Masking masking({norm.moments, norm.gamma, norm.beta}, part.column, p.channels);
+    Chunk chunk;
+    chunk.load(norm, part.column);
 #endif
+    const u64 filters = operand(at.filters());
     barrier_wait(at.filters_come(), 0);
-    for (int turn = part.first * WIDE; turn < part.last * WIDE; ++turn, turns.advance()) {
-        const int tile = turn / WIDE, part_of = turn % WIDE, column = part.column + part_of * COLUMNS;
-        const u64 filters = operand(at.filters(part_of));
+    for (int tile = part.first; tile < part.last; ++tile, tiles.advance()) {
 #if BELOW
-        columns.turn_to(at, part_of);
-        make_input(at, turns, columns.chunk);
+        make_input(at, tiles, chunk);
 #endif
         float sum[COLUMNS / 2];
 #pragma unroll
         for (int i = 0; i < DEEP; ++i) {
-            if (part_of == 0) barrier_wait(at.made(ring.index), ring.parity);
+            barrier_wait(at.made(ring.index), ring.parity);
             const u64 a = operand(at.stage(ring.index));
             product_fence();
 #pragma unroll
             for (int k = 0; k < FILTERS / 16; ++k)
                 multiply<true>(sum, a + operand_step(k / 4 * BOX + k % 4 * 32),
                                filters + operand_step((i * FILTERS + k * 16) * 128), i + k);
-            if (part_of == WIDE - 1) {
-                give_back(at.done(ring.index));
-                ring.advance();
-            } else {
-                commit_products();
-                await_products<0>();
-            }
+            give_back(at.done(ring.index));
+            ring.advance();
         }
         settle(sum);
 
-        const u32 to = at.output(turns.index);
+        const u32 to = at.output(tiles.index);
         if (threadIdx.x == 0) await_stores_read<RINGS - 1>();
         warpgroup_sync(1 + DATA);
         put_square(sum, to);
 #if BELOW
-        Masking& masking = columns.masking;
         warpgroup_sync(1 + DATA);
 #pragma unroll
         for (int j = 0; j < 2; ++j) masking.sum[j] = masking.product[j] = 0.0f;
 #pragma unroll 1
         for (int k = 0; k < PIXELS; k += 16)
-            masking.take<128>(to + columns_across() + k * 128, at.source(turns.index) + columns_across() + k * 128, 0);
-        if (threadIdx.x % 32 == 0) barrier_arrive(at.input_done(turns.index));  // the mask has been read, too
-        ColumnShare().write(sums + i64(tile) * 2 * p.channels, masking.result(), column, p.channels);
+            masking.take<128>(to + columns_across() + k * 128, at.source(tiles.index) + columns_across() + k * 128, 0);
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.input_done(tiles.index));  // the mask has been read, too
+        ColumnShare().write(sums + i64(tile) * 2 * p.channels, masking.result(), part.column, p.channels);
 #endif
         fence_for_engine();
         warpgroup_sync(1 + DATA);
         if (threadIdx.x == 0) {
-            store_box(maps.dx, to, column, tile * PIXELS);
+            store_box(maps.dx, to, part.column, tile * PIXELS);
             commit_stores();
         }
     }

@@ -39,8 +39,7 @@ __all__ = ["conv2d_backward_both", "conv2d_makes_both"]
 
 PIXELS, COLUMNS, FILTERS = 64, 64, 128  # of a tile; filters of a stage
 DEEPEST = 4  # stages of a tile, at most: of more filters the sums would not fit into registers
-MOST_COLUMNS = 3  # of 64 channels, where the kernel is chosen
-WIDEST = 1  # of 64 channels that a block has, where a tile is one stage; up to 4 by registers, but that was not timed
+MOST_COLUMNS = 3  # of 64 channels, where the kernel is chosen; one more of 128 filters
 THREADS = 640
 _BOX = 128 * PIXELS  # bytes
 _RINGS = 2  # tiles whose input, or output, is in shared memory
@@ -61,23 +60,27 @@ class Planned(NamedTuple):
     tiles: int
 
 
-def pays(channels: int) -> bool:
-    """Whether the kernel is faster than those it stands for. Blocks of further columns, 64 channels each, make all of
-    the gradient once more: on an H200 one column takes about half of the time, two 0.6 to 0.7 of it, three 0.77 to
-    0.84, four 0.8 to 1.03.
+def fits(channels: int, filters: int) -> bool:
+    """Whether there are blocks for up to 512 filters in multiples of 128, of channels in multiples of eight."""
+    return channels % 8 == 0 and filters % FILTERS == 0 and filters <= DEEPEST * FILTERS
+
+
+def pays(channels: int, filters: int) -> bool:
+    """Whether the kernel `fits`, and is faster than those it stands for. Blocks of further columns, 64 channels each,
+    make all of the gradient once more: on an H200 one column takes about half of the time, two 0.6 to 0.7 of it, three
+    0.77 to 0.84, four 0.78 to 0.9 with 128 filters and up to 1.03 with more.
     """
-    return channels <= MOST_COLUMNS * COLUMNS
+    return fits(channels, filters) and channels <= (MOST_COLUMNS + (filters == FILTERS)) * COLUMNS
 
 
 @functools.lru_cache(maxsize=1024)
 def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
     """Whether the kernel takes this convolution's gradients: on compute capability 9.0, of a 16-bit type, 1x1 without
-    stride and padding, in one group, of up to 512 filters in multiples of 128 and of channels in multiples of eight.
+    stride and padding, in one group, where it `fits`.
     """
     if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
         return False
-    whole = conv.out_channels % FILTERS == 0 and conv.channels % 8 == 0
-    return whole and conv.out_channels <= DEEPEST * FILTERS and _views(conv, code, (conv.channels,) * 3).legal
+    return fits(conv.channels, conv.out_channels) and _views(conv, code, (conv.channels,) * 3).legal
 
 
 def conv2d_makes_both(
@@ -91,7 +94,7 @@ def conv2d_makes_both(
 
 def _taken(conv: Convolution, code: int) -> bool:
     family = forced_family()
-    wanted = family == "hopper" or (family is None and pays(conv.channels))
+    wanted = family == "hopper" or (family is None and pays(conv.channels, conv.out_channels))
     return wanted and applies(conv, code, current_device())
 
 
@@ -148,18 +151,15 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, int, int], below: boo
         below: whether x is the input of a batch norm with a ReLU over it.
     """
     deep, columns, tiles = conv.out_channels // FILTERS, ceil_div(conv.channels, COLUMNS), ceil_div(conv.pixels, PIXELS)
-    wide = ceil_div(columns, ceil_div(columns, WIDEST)) if deep == 1 else 1
-    columns = ceil_div(columns, wide)
     chunks = max(1, min(tiles, WORKERS // columns))
-    fixed = deep * FILTERS * (wide * 128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
-    fixed += 3 * wide * COLUMNS * 4 if below and wide > 1 else 0
+    fixed = deep * FILTERS * (128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
     stages = min(4, (_ROOM - fixed) // (4 * _BOX))
     barriers = 8 * (3 * stages + 3 * _RINGS + 1)
     problem = argument(
         _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,
         chunks=chunks,
     )  # fmt: skip
-    defines = {"DTYPE": code, "BELOW": int(below), "DEEP": deep, "WIDE": wide, "STAGES": stages}
+    defines = {"DTYPE": code, "BELOW": int(below), "DEEP": deep, "STAGES": stages}
     shared = fixed + stages * 4 * _BOX + barriers
     return Planned(chunks * columns, _views(conv, code, pitches), problem, defines, shared, chunks, tiles)
 
