@@ -29,6 +29,8 @@ LABELS = 8  # that its last one has, at most, where it labels pixels and rather 
 # Windows of 3x3 make a value several times: they need large images. With 1024 filters of 1x1 it gains up to 3 % at
 # batch 256, but cost a step of ResNet-50 0.3 % at batch 32, and the choice is the same for both.
 CHEAP, MOST_PRODUCTS, LARGE = (0.1, 0.3), 9 * 64, 28 * 28
+# A lazy batch norm whose input gradient is written all the same (conv2d_join.cu): of three passes one is spared.
+WRITTEN = (0.0, 2.1)
 
 
 class SiteCost(NamedTuple):
@@ -109,13 +111,19 @@ class Machine(NamedTuple):
             return self.arch is not None and precision.storage == bfloat16
         if mode == "prologue" and _labels(layer):
             return self.arch is not None and precision.storage.itemsize == 2
-        if mode == "lazy" and not conv2d_both.pays(layer.in_channels, layer.out_channels):
+        if mode == "lazy" and not (_makes_both(layer) or conv2d_join.fits(layer.in_channels, layer.out_channels, True)):
             return False
         if mode == "join" and not conv2d_join.fits(layer.in_channels, layer.out_channels):
             return False
         aligned = layer.groups == 1 and layer.in_channels % 8 == 0 and layer.out_channels % 8 == 0
         narrow = precision.storage == bfloat16 or (mode != "statistics" and precision.storage.itemsize == 2)
         return self.arch == HOPPER and aligned and narrow
+
+
+def _makes_both(conv: Conv2d | ConvTranspose2d) -> bool:
+    """Whether one kernel makes both gradients of what a batch norm's is made of; else the one that is made on the way
+    into the data gradient is written for the weight's."""
+    return conv2d_both.pays(conv.in_channels, conv.out_channels)
 
 
 def _labels(layer: Conv2d | ConvTranspose2d) -> bool:
@@ -155,7 +163,11 @@ def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision
 
 def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
     """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
-    return CHEAP if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site) else MODES[mode].costs
+    if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site):
+        return CHEAP
+    if mode == "lazy" and not _makes_both(graph[site.producer].layer):
+        return WRITTEN
+    return MODES[mode].costs
 
 
 def _waits_for_memory(conv: Conv2d, site: Site) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.convolution import conv2d_join
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
 from minidl.cuda.convolution.conv2d import (
     Norm,
@@ -87,9 +88,10 @@ def conv2d_makes_both(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     tf32: int = False,
 ) -> bool:  # fmt: skip
-    """Whether one kernel does what `conv2d_backward_both` does, and should be faster than several."""
+    """Whether `conv2d_backward_both` has kernels of its own, which should be faster than a pass for each."""
     who = "conv2d_makes_both"
-    return _taken(convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who))
+    conv, code = convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who)
+    return _taken(conv, code) or conv2d_join.makes_backward(conv, code)
 
 
 def _taken(conv: Convolution, code: int) -> bool:
@@ -103,7 +105,8 @@ def conv2d_backward_both(
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any, accumulate: bool = False,
     norm: Norm | None = None, tf32: int = False,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel where `conv2d_makes_both`."""
+    """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel, or with the data gradient made on its way
+    (`conv2d_join.backward`), where `conv2d_makes_both`."""
     who = "conv2d_backward_both"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
@@ -116,8 +119,14 @@ def conv2d_backward_both(
     above = moments, gamma, sums, count
     if _taken(conv, code):
         return _backward(conv, code, dz, y, above, w, x, norm, out, accumulate)
-    dy = batch_norm_backward_apply(dz, y, *above)
+    joins = conv2d_join.makes_backward(conv, code)
+    if joins:
+        dy, dx, parts = conv2d_join.backward(conv, code, dz, y, above, w, x, norm)
+    else:
+        dy = batch_norm_backward_apply(dz, y, *above)
     conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm, tf32=tf32)
+    if joins:
+        return dx, parts
     if norm is None:
         return conv2d_backward_data(dy, w, x.shape, **geometry, tf32=tf32), None
     return conv2d_backward_data_masked(dy, w, x, *norm, **geometry, tf32=tf32)

@@ -1,35 +1,43 @@
-// A residual sum that is made on its way into a 1x1 convolution on Hopper (sm_90a); 16-bit types, one group, no stride,
-// no padding.
+// An array that is made of two on its way into a 1x1 convolution on Hopper (sm_90a), and written for others who read it;
+// 16-bit types, one group, no stride, no padding.
 //
-//   z[p,c] = max(x[p,c]*scale[c] + shift[c] + add[p,c], 0)     rounded to T: the ReLU over a batch norm and a shortcut
+//   z[p,c] = max(x[p,c]*scale[c] + shift[c] + add[p,c], 0)        the ReLU over a batch norm and a shortcut
 //   y[p,k] = sum_c z[p,c] w[k,c]
 //
-// p is a pixel, x the batch norm's input (normalize.cuh has the formula). z, its signs (signs.cuh) and y have the bits
-// of passes of their own, as batch_norm_apply_kernel and conv2d_hopper.cu write them; but z, which others read as well,
-// is written and not read again: three passes over the sum's arrays instead of four.
+// BACKWARD, the gradient of a batch norm's input, on its way into a data gradient:
 //
-// TWO: the shortcut is the input of a batch norm, too.
+//   z[p,k] = x[p,k]*scale[k] + (add[p,k]*bend[k] + offset[k])     x the gradient of its output, add its input
+//   y[p,c] = sum_k z[p,k] w[k,c]
 //
-// The arrays are seen through tensor maps (conv2d_join.py makes them), boxes of 64 x 64 unless it says otherwise:
-//   x, add, z  (C, pixels)
-//   signs      (C / 8, pixels) bytes: C / 8 x 64
-//   w          (C, K): 64 x K
-//   y          (K, pixels)
-//   partial    with STATISTICS (tiles, 2, K) float32: sums of y and of its squares, for batch_norm_merge.cu
-// A tile is 64 pixels. A stage is 64 channels of it: a box of x, where z takes its place, and one of add. The filters
-// stay in shared memory.
+// p is a pixel (normalize.cuh and affine.cuh have the formulas), z is rounded to T before it is multiplied. z, its
+// signs (signs.cuh) and y have the bits of passes of their own, as batch_norm.cu and conv2d_hopper.cu write them; but z
+// is written and not read again: three passes over arrays of its size instead of four.
 //
-// Macros: DTYPE (1, 2); TWO; STATISTICS (of DTYPE 1 alone); DEEP, stages of a tile, C / 64; FILTERS, K (64, 128, 256);
-// STAGES in shared memory.
-// Grid: blocks take tiles in turn (tickets.cuh). Block: three warpgroups, each a role: one multiplies and finishes y,
-// one makes z, and of the last one thread fills and another stores z.
+// TWO: the shortcut is the input of a batch norm, too. BELOW, backward: y is masked and summed for a ReLU over a batch
+// norm below, as in conv2d_hopper.cu (MASKED 1 there).
+//
+// Below DEPTH is that of the product, the channels of z, and WIDTH that of y. The arrays are seen through tensor maps
+// (conv2d_join.py makes them), boxes of 64 channels x PIXELS unless it says otherwise:
+//   x, add, z  (DEPTH, pixels)
+//   signs      forward (DEPTH / 8, pixels) bytes: SIGN_ROW x PIXELS
+//   w          (C, K): forward 64 channels x PIECE_WIDTH filters, BACKWARD 64 x 64
+//   y, below   (WIDTH, pixels): 64 x 64
+//   partial    with STATISTICS or BELOW (tiles * CONSUMERS, 2, WIDTH) float32: sums of y and of its squares, or those
+//              of batch_norm_backward_stats, for batch_norm_merge.cu
+// A stage is 64 channels of a tile: a box of x, where z takes its place, and one of add. RESIDENT: tiles are 64 pixels,
+// and the filters stay in shared memory; else 128, whose halves share pieces of the filters that come with the stages.
+//
+// Macros: DTYPE (1, 2); BACKWARD; TWO; BELOW; STATISTICS (forward, of DTYPE 1); DEEP, stages of a tile, DEPTH / 64;
+// WIDTH (64, 128, 256); RESIDENT; STAGES and PIECES in shared memory.
+// Grid: blocks take tiles in turn (tickets.cuh). Block: warpgroups, each a role: one, or two, multiply and finish y,
+// one makes z, and of the last one thread fills stages, another stores z, a third fills pieces.
 // Dynamic shared memory: `Layout::BYTES`.
-// What bounds it is memory: a stage takes 1300 clocks to come and go at 4.2 TB/s, the products of 64 filters 130, and z
-// some 500 of its warpgroup (by count of instructions). 1x1 256-64 at 56x56 pixels, 256 images, on an H200: 325 us, as
-// long as a copy of its bytes; by the two kernels 420, with the merge of the statistics (331 here).
-// FLOP: 2 * C * K * pixels. Bytes: x, add, z, y once, signs.
-#define MASKED 0
-#define BACKWARD 0
+// What bounds it is memory: a stage of 64 pixels takes 1300 clocks to come and go at 4.2 TB/s, its products with 64
+// filters 130, and z some 500 of its warpgroup (by count of instructions). 1x1 256-64 at 56x56 pixels, 256 images, on
+// an H200: 325 us, as long as a copy of its bytes; by the two kernels 420, with the merge of the statistics (331 here).
+// FLOP: 2 * C * K * pixels. Bytes: x, add, z, y once, signs, and what is below; the filters, unless they are RESIDENT,
+// for each tile from the L2 cache.
+#define MASKED (BACKWARD && BELOW)
 #include "affine.cuh"
 #include "channel_table.cuh"
 #include "conv2d_columns.cuh"
@@ -37,58 +45,80 @@
 #include "tickets.cuh"
 #include "wgmma.cuh"
 
-constexpr int PIXELS = 64, CHANNELS = 64;           // of a tile; of a stage
-constexpr int BOX = PIXELS * 128, STAGE = 2 * BOX;  // bytes
-constexpr int SLABS = FILTERS / 64;                 // of a tile's y
-constexpr int SIGN_ROW = DEEP * CHANNELS / 8;       // bytes of a tile's signs in a row
-constexpr int STRIPS = 2;                           // tiles whose signs are in shared memory
+constexpr int CONSUMERS = RESIDENT ? 1 : 2;
+constexpr int PIXELS = 64 * CONSUMERS, CHANNELS = 64;          // of a tile; of a stage
+constexpr int BOX = PIXELS * 128, STAGE = 2 * BOX;             // bytes
+constexpr int SLAB = 64 * 128;                                 // of 64 pixels of y and as many columns
+constexpr int SLABS = WIDTH / 64, BUFFERS = RESIDENT ? SLABS : 1;  // of a consumer's part of a tile; in shared memory
+constexpr int PIECE_WIDTH = RESIDENT ? WIDTH : 128, PIECE = PIECE_WIDTH * 128;
+constexpr int PARTS = WIDTH / PIECE_WIDTH;                     // pieces of a stage
+constexpr int STRIPS = 2, STRIP = DEEP < 4 ? DEEP : 4;         // of signs, in shared memory; stages of one
+constexpr int SIGN_ROW = STRIP * CHANNELS / 8;                 // bytes
+constexpr int TABLES = BACKWARD ? 3 : 2 + TWO;                 // numbers that are needed of each channel
 
-// The roles, by warpgroup; the last has two.
-constexpr int MULTIPLY = 0, MAKE = 1, FILL = 2, THREADS = 3 * 128;
+// The roles, by warpgroup, those of the last by warp.
+constexpr int MULTIPLY = 0, MAKE = CONSUMERS, FILL = CONSUMERS + 1, THREADS = (CONSUMERS + 2) * 128;
+constexpr int EACH = 65536 / THREADS / 8 * 8;  // registers of a thread at first
+constexpr int FOR_MULTIPLY = RESIDENT ? EACH : 184, FOR_MAKE = RESIDENT ? EACH : 96, FOR_FILL = RESIDENT ? EACH : 48;
+static_assert(CONSUMERS * FOR_MULTIPLY + FOR_MAKE + FOR_FILL <= (CONSUMERS + 2) * EACH, "no more than there are");
 
 struct Maps {
-    TensorMap x, add, w, z, signs, y;
+    TensorMap x, add, w, z, y;
+#if BACKWARD
+    TensorMap below;
+#else
+    TensorMap signs;
+#endif
 };
 
 struct Problem {
     int pixels, tiles, share, group;
 };
 
-// A batch norm of the channels: moments (2, C); gamma, beta (C,) or null.
-struct Affine {
-    const float *moments, *gamma, *beta;
-};
-
 struct Layout {
-    static constexpr int OUTPUT = DEEP * FILTERS * 128 + STAGES * STAGE, SIGNS = OUTPUT + SLABS * BOX;
-    static constexpr int FACTORS = SIGNS + STRIPS * PIXELS * SIGN_ROW;
-    static constexpr int BARRIERS = FACTORS + (2 + TWO) * DEEP * CHANNELS * 4;
-    static constexpr int TICKETS = BARRIERS + 8 * (3 * STAGES + STRIPS + 1), BYTES = TICKETS + STAGES * TICKET_BYTES;
+    static constexpr int FILTERS = RESIDENT ? DEEP : PIECES, OUTPUT = FILTERS * PIECE + STAGES * STAGE;
+    static constexpr int BELOWS = OUTPUT + CONSUMERS * BUFFERS * SLAB, SIGNS = BELOWS + (MASKED ? CONSUMERS * SLAB : 0);
+    static constexpr int FACTORS = SIGNS + (BACKWARD ? 0 : STRIPS * PIXELS * SIGN_ROW);
+    static constexpr int BARRIERS = FACTORS + TABLES * DEEP * CHANNELS * 4;
+    static constexpr int TICKETS = BARRIERS + 8 * (3 * STAGES + STRIPS + CONSUMERS + 2 * (RESIDENT ? 1 : PIECES));
+    static constexpr int BYTES = TICKETS + STAGES * TICKET_BYTES;
     u32 base;
 
-    __device__ __forceinline__ u32 filters(int i) const { return base + i * FILTERS * 128; }
-    __device__ __forceinline__ u32 stage(int i) const { return filters(DEEP) + i * STAGE; }
-    __device__ __forceinline__ u32 slab(int i) const { return base + OUTPUT + i * BOX; }
+    // Pieces of the filters: RESIDENT that of a stage.
+    __device__ __forceinline__ u32 piece(int i) const { return base + i * PIECE; }
+    __device__ __forceinline__ u32 stage(int i) const { return base + FILTERS * PIECE + i * STAGE; }
+    // Of a consumer.
+    __device__ __forceinline__ u32 slab(int consumer, int i) const {
+        return base + OUTPUT + (consumer * BUFFERS + i) * SLAB;
+    }
+    __device__ __forceinline__ u32 below(int consumer) const { return base + BELOWS + consumer * SLAB; }
     __device__ __forceinline__ u32 strip(int i) const { return base + SIGNS + i * PIXELS * SIGN_ROW; }
-    // scale, shift, and with TWO the shortcut's scale.
+    // scale, shift, and with TWO the shortcut's scale; BACKWARD scale, bend and offset.
     __device__ __forceinline__ ChannelTable<DEEP * CHANNELS> factors() const { return {base + FACTORS}; }
 
     __device__ __forceinline__ u32 barrier(int i) const { return base + BARRIERS + 8 * i; }
-    // Of a stage: it has come; z is there; all have done with it. Of a strip: it has been stored.
+    // Of a stage: it has come; z is there; all have done with it. Of a strip: it has been stored. Of a piece: it has
+    // come (RESIDENT all have); all have done with it.
     __device__ __forceinline__ u32 come(int i) const { return barrier(i); }
     __device__ __forceinline__ u32 made(int i) const { return barrier(STAGES + i); }
     __device__ __forceinline__ u32 done(int i) const { return barrier(2 * STAGES + i); }
     __device__ __forceinline__ u32 stored(int i) const { return barrier(3 * STAGES + i); }
-    __device__ __forceinline__ u32 filters_come() const { return barrier(3 * STAGES + STRIPS); }
+    __device__ __forceinline__ u32 below_come(int consumer) const { return barrier(3 * STAGES + STRIPS + consumer); }
+    __device__ __forceinline__ u32 piece_come(int i) const { return barrier(3 * STAGES + STRIPS + CONSUMERS + 2 * i); }
+    __device__ __forceinline__ u32 piece_done(int i) const { return piece_come(i) + 8; }
     // The tile that begins with a stage.
     __device__ __forceinline__ u32 ticket(int i) const { return base + TICKETS + i * TICKET_BYTES; }
 };
 
 DEVICE void init_barriers(const Layout& at) {
-    for (int i = 0; i < STAGES; ++i)
-        barrier_init(at.come(i), 1), barrier_init(at.made(i), 4), barrier_init(at.done(i), 5);  // warps, and who stores
+    for (int i = 0; i < STAGES; ++i) {
+        barrier_init(at.come(i), 1), barrier_init(at.made(i), 4);
+        barrier_init(at.done(i), 4 * CONSUMERS + 1);  // warps, and who stores
+    }
     for (int i = 0; i < STRIPS; ++i) barrier_init(at.stored(i), 1);
-    barrier_init(at.filters_come(), 1);
+    for (int i = 0; i < CONSUMERS; ++i) barrier_init(at.below_come(i), 1);
+    for (int i = 0; i < (RESIDENT ? 1 : PIECES); ++i)
+        barrier_init(at.piece_come(i), 1), barrier_init(at.piece_done(i), 4 * CONSUMERS);
     barrier_init_done();
 }
 
@@ -112,13 +142,74 @@ DEVICE void fill(const Layout& at, const Maps& maps, Ring<STAGES>& ring, int til
     }
 }
 
+// Loads the filters of a part of a stage.
+DEVICE void load_piece(u32 to, const Maps& maps, u32 barrier, int stage, int part) {
+    if constexpr (BACKWARD) {
+        for (int i = 0; i < PIECE_WIDTH; i += 64)
+            load_box(to + i * 128, maps.w, barrier, part * PIECE_WIDTH + i, stage * CHANNELS);
+    } else {
+        load_box(to, maps.w, barrier, stage * CHANNELS, part * PIECE_WIDTH);
+    }
+}
+
+// One thread: all pieces, once; or unless RESIDENT a warp, of which one thread speaks: for each tile.
+DEVICE void fill_pieces(const Layout& at, const Maps& maps) {
+#if RESIDENT
+    barrier_expect(at.piece_come(0), DEEP * PIECE);
+    for (int i = 0; i < DEEP; ++i) load_piece(at.piece(i), maps, at.piece_come(0), i, 0);
+#else
+    const bool speaks = threadIdx.x % 32 == 0;
+    Ring<STAGES> ring;
+    Ring<PIECES> pieces;
+    for (;;) {
+        barrier_wait(at.come(ring.index), ring.parity);
+        if (tile_at(at, ring) < 0) break;
+#pragma unroll 1
+        for (int i = 0; i < DEEP * PARTS; ++i) {
+            barrier_wait(at.piece_done(pieces.index), pieces.parity ^ 1);
+            if (speaks) {
+                barrier_expect(at.piece_come(pieces.index), PIECE);
+                load_piece(at.piece(pieces.index), maps, at.piece_come(pieces.index), i / PARTS, i % PARTS);
+            }
+            __syncwarp();
+            pieces.advance();
+        }
+#pragma unroll 1
+        for (int i = 0; i < DEEP; ++i) ring.advance();
+    }
+#endif
+}
+
+// A batch norm of the channels: moments (2, C); gamma, beta (C,) or null. BACKWARD, of the one above, sums (2, C) and
+// count (1,) as of batch_norm.cu in place of beta.
+struct Affine {
+    const float *moments, *gamma, *beta;
+};
+struct Above {
+    const float *moments, *gamma;
+    const double *sums, *count;
+};
+
 // A thread of the warpgroup that makes: what it needs of eight neighbouring channels.
 struct Factors {
-    float scale[8], shift[8], further[8];
+    static constexpr int ALL = DEEP * CHANNELS;
+    float v[TABLES][8];
 
     // The warpgroup: works all of them out.
+#if BACKWARD
+    DEVICE void prepare(const Layout& at, const Above& above) {
+        for (int c = threadIdx.x % 128; c < ALL; c += 128) {
+            float mean[1], scale[1], shift[1];
+            load_affine(above.moments, above.gamma, nullptr, ALL, c, mean, scale, shift);
+            const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, ALL, c);
+            at.factors().store(0, c, one.scale[0]);
+            at.factors().store(1, c, one.bend[0]);
+            at.factors().store(2, c, one.offset[0]);
+        }
+        warpgroup_sync(1 + MAKE);
+    }
+#else
     DEVICE void prepare(const Layout& at, const Affine& main, const Affine& other) {
-        constexpr int ALL = DEEP * CHANNELS;
         for (int c = threadIdx.x % 128; c < ALL; c += 128) {
             float mean[1], scale[1], shift[1];
             load_affine(main.moments, main.gamma, main.beta, ALL, c, mean, scale, shift);
@@ -133,25 +224,30 @@ struct Factors {
         }
         warpgroup_sync(1 + MAKE);
     }
+#endif
 
     __device__ __forceinline__ Factors(const Layout& at, int channel) {
-        at.factors().load(scale, 0, channel);
-        at.factors().load(shift, 1, channel);
-        if constexpr (TWO) at.factors().load(further, 2, channel);
+#pragma unroll
+        for (int i = 0; i < TABLES; ++i) at.factors().load(v[i], i, channel);
+    }
+
+    // Of one value each, of the i-th channel.
+    __device__ __forceinline__ float one(float x, float add, int i) const {
+        if constexpr (BACKWARD) return fmaf(x, v[0][i], fmaf(add, v[1][i], v[2][i]));
+        const float sum = fmaf(x, v[0][i], v[1][i]);
+        return clamp_below(TWO ? fmaf(add, v[TABLES - 1][i], sum) : sum + add, 0.0f);
     }
 
     // Of two values each, the channels i and i + 1; adds bits i and i + 1 of their signs.
     __device__ __forceinline__ u32 pair(u32 x, u32 add, int i, u32& signs) const {
-        float v[2], other[2];
-        unpack_word(x, v), unpack_word(add, other);
+        float z[2], other[2];
+        unpack_word(x, z), unpack_word(add, other);
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-            v[e] = fmaf(v[e], scale[i + e], shift[i + e]);
-            v[e] = TWO ? fmaf(other[e], further[i + e], v[e]) : v[e] + other[e];
-            v[e] = clamp_below(v[e], 0.0f);
-            signs |= v[e] > RoundsToZero<T>::most ? 1u << (i + e) : 0u;
+            z[e] = one(z[e], other[e], i + e);
+            if constexpr (!BACKWARD) signs |= z[e] > RoundsToZero<T>::most ? 1u << (i + e) : 0u;
         }
-        return Rounding<T>::round_pair(v[0], v[1]);
+        return Rounding<T>::round_pair(z[0], z[1]);
     }
     __device__ __forceinline__ uint4 operator()(uint4 x, uint4 add, u32& signs) const {
         return make_uint4(pair(x.x, add.x, 0, signs), pair(x.y, add.y, 2, signs), pair(x.z, add.z, 4, signs),
@@ -159,24 +255,32 @@ struct Factors {
     }
 };
 
+// Writes the signs of eight channels, of four neighbouring lanes a word.
+DEVICE void put_signs(u32 to, u32 vector, u32 signs) {
+    signs <<= 8 * (vector % 4);
+    signs |= __shfl_xor_sync(0xffffffffu, signs, 1);
+    signs |= __shfl_xor_sync(0xffffffffu, signs, 2);
+    if (vector % 4 == 0) store_shared(to, __uint_as_float(signs));
+}
+
 // The warpgroup that makes z, in the place of x, and its signs. A thread has the same eight channels of every sixteenth
 // row of a stage.
-DEVICE void make(const Layout& at) {
+DEVICE void make(const Layout& at, const Problem& p) {
     constexpr int ROWS = PIXELS / 16, AHEAD = 2;  // of a thread; so many are asked for before they are needed
     const u32 thread = thread_again(), lane = thread % 32, vector = thread % 8, row = thread / 8;
-    const u32 from = row * 128 + (vector ^ row % 8) * 16;
+    const u32 from = row * 128 + (vector ^ row % 8) * 16, signs_from = row * SIGN_ROW + vector / 4 * 4;
     Ring<STAGES> ring;
     Ring<STRIPS> strips;
     for (;;) {
         barrier_wait(at.come(ring.index), ring.parity);
         const int tile = tile_at(at, ring);
         if (tile < 0) break;
-        barrier_wait(at.stored(strips.index), strips.parity ^ 1);
-        u32 signs_to = at.strip(strips.index) + row * SIGN_ROW + vector / 4 * 4;
 #pragma unroll 1
-        for (int i = 0; i < DEEP; ++i, signs_to += CHANNELS / 8) {
+        for (int i = 0; i < DEEP; ++i) {
             const Factors factors(at, i * CHANNELS + vector * 8);
             const u32 x = at.stage(ring.index) + from, add = x + BOX;
+            const u32 signs_to = at.strip(strips.index) + signs_from + i % STRIP * (CHANNELS / 8);
+            if (!BACKWARD && i % STRIP == 0) barrier_wait(at.stored(strips.index), strips.parity ^ 1);
             if (i) barrier_wait(at.come(ring.index), ring.parity);
             uint4 values[AHEAD], others[AHEAD];
 #pragma unroll
@@ -193,100 +297,162 @@ DEVICE void make(const Layout& at) {
                     others[j % AHEAD] = load_shared(add + (j + AHEAD) * 16 * 128);
                 }
                 store_shared(x + j * 16 * 128, z, 1);
-                signs <<= 8 * (vector % 4);  // of four neighbouring lanes, a word
-                signs |= __shfl_xor_sync(0xffffffffu, signs, 1);
-                signs |= __shfl_xor_sync(0xffffffffu, signs, 2);
-                if (vector % 4 == 0) store_shared(signs_to + j * 16 * SIGN_ROW, __uint_as_float(signs));
+                if constexpr (!BACKWARD) put_signs(signs_to + j * 16 * SIGN_ROW, vector, signs);
+            }
+            if (const int left = p.pixels - tile * PIXELS; MASKED && left < PIXELS) {
+#pragma unroll
+                for (int j = 0; j < ROWS; ++j)  // behind the last pixel nothing is to be summed
+                    store_shared(x + j * 16 * 128, make_uint4(0, 0, 0, 0), int(row) + j * 16 >= left);
             }
             fence_for_engine();
             __syncwarp();
             if (lane == 0) barrier_arrive(at.made(ring.index));
             ring.advance();
+            if (i % STRIP == STRIP - 1 || i == DEEP - 1) strips.advance();
         }
-        strips.advance();
     }
     __syncwarp();
     if (lane == 0) barrier_arrive(at.made(ring.index));  // the others see the end, too
 }
 
-// A warp, of which one thread speaks: stores z stage after stage, and the signs of a tile with its last one.
+// A warp, of which one thread speaks: stores z stage after stage, and the signs of a strip with its last one.
 DEVICE void store_sums(const Layout& at, const Maps& maps) {
     const bool speaks = threadIdx.x % 32 == 0;
     Ring<STAGES> ring;
     Ring<STRIPS> strips;
-    for (;; strips.advance()) {
+    for (;;) {
         barrier_wait(at.made(ring.index), ring.parity);
         const int tile = tile_at(at, ring);
         if (tile < 0) break;
         for (int i = 0; i < DEEP; ++i) {
+            const bool last = i % STRIP == STRIP - 1 || i == DEEP - 1;
             if (i) barrier_wait(at.made(ring.index), ring.parity);
             if (speaks) {
                 store_box(maps.z, at.stage(ring.index), i * CHANNELS, tile * PIXELS);
-                if (i == DEEP - 1) store_box(maps.signs, at.strip(strips.index), 0, tile * PIXELS);
+#if !BACKWARD
+                if (last) store_box(maps.signs, at.strip(strips.index), i / STRIP * SIGN_ROW, tile * PIXELS);
+#endif
                 commit_stores();
                 await_stores_read<0>();
                 barrier_arrive(at.done(ring.index));
-                if (i == DEEP - 1) barrier_arrive(at.stored(strips.index));
+                if (last) barrier_arrive(at.stored(strips.index));
             }
             __syncwarp();
             ring.advance();
+            if (last) strips.advance();
         }
     }
 }
 
-// A warpgroup: y, tile after tile.
-DEVICE void multiply_tiles(const Layout& at, const Maps& maps, const Problem& p, float* partial) {
+// A warpgroup: its 64 pixels of y, tile after tile.
+DEVICE void multiply_tiles(const Layout& at, const Maps& maps, const Problem& p, const Affine& below, float* partial) {
+    const int consumer = MULTIPLY + (CONSUMERS > 1 ? int(warpgroup_again()) : 0);
+    const bool speaks = thread_again() == 0;
     Ring<STAGES> ring;
-    barrier_wait(at.filters_come(), 0);
+    Ring<RESIDENT ? 1 : PIECES> pieces;
+    [[maybe_unused]] u32 below_parity = 0;
+    if (RESIDENT) barrier_wait(at.piece_come(0), 0);
     for (;;) {
-        float sum[FILTERS / 2];
+        float sum[PARTS][PIECE_WIDTH / 2];
         barrier_wait(at.made(ring.index), ring.parity);
         const int tile = tile_at(at, ring);
         if (tile < 0) break;
+        const int first = tile * PIXELS + consumer * 64;
+        const auto load_below = [&](int s) {
+#if MASKED
+            if (!speaks) return;
+            barrier_expect(at.below_come(consumer), SLAB);
+            load_box(at.below(consumer), maps.below, at.below_come(consumer), s * 64, first);
+#endif
+        };
+        load_below(0);
+#pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
             if (i) barrier_wait(at.made(ring.index), ring.parity);
-            const u64 a = operand(at.stage(ring.index)), b = operand(at.filters(i));
+            const u64 a = operand(at.stage(ring.index) + consumer * SLAB);
+            auto next = pieces;
             product_fence();
 #pragma unroll
-            for (int k = 0; k < CHANNELS / 16; ++k)
-                multiply<false>(sum, a + operand_step(k * 32), b + operand_step(k * 32), i + k);
-            commit_products();
-            await_products<0>();
+            for (int part = 0; part < PARTS; ++part) {
+                if (!RESIDENT) barrier_wait(at.piece_come(next.index), next.parity);
+                const u64 b = operand(at.piece(RESIDENT ? i : next.index), BACKWARD ? SLAB : 16);
+#pragma unroll
+                for (int k = 0; k < CHANNELS / 16; ++k)
+                    multiply<BACKWARD>(sum[part], a + operand_step(k * 32), b + operand_step(k * (BACKWARD ? 2048 : 32)),
+                                       i + k);
+                commit_products();
+                next.advance();
+            }
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                if (part < PARTS - 1) await_products<1>();
+                else await_products<0>();
+                if (!RESIDENT && threadIdx.x % 32 == 0) barrier_arrive(at.piece_done(pieces.index));
+                pieces.advance();
+            }
             if (threadIdx.x % 32 == 0) barrier_arrive(at.done(ring.index));
             ring.advance();
         }
-        settle(sum);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) settle(sum[part]);
 
-        if (threadIdx.x == 0) await_stores_read<0>();  // long since: of the tile before
-        warpgroup_sync(1 + MULTIPLY);
+        const int rows = p.pixels - first;
+        float* const sums = partial + (i64(tile) * CONSUMERS + consumer) * 2 * WIDTH;
 #pragma unroll
-        for (int s = 0; s < SLABS; ++s) put_square(*reinterpret_cast<float(*)[32]>(sum + 32 * s), at.slab(s));
-        fence_for_engine();
-        warpgroup_sync(1 + MULTIPLY);
-        if (threadIdx.x == 0) {
+        for (int s = 0; s < SLABS; s += BUFFERS) {
+            if (speaks) await_stores_read<0>();  // of those before
+            warpgroup_sync(1 + consumer);
 #pragma unroll
-            for (int s = 0; s < SLABS; ++s) store_box(maps.y, at.slab(s), s * 64, tile * PIXELS);
-            commit_stores();
-        }
-        if constexpr (STATISTICS) {
-            const int rows = p.pixels - tile * PIXELS;
+            for (int i = 0; i < BUFFERS; ++i)
+                put_square(*reinterpret_cast<float(*)[32]>(&sum[0][0] + 32 * (s + i)), at.slab(consumer, i));
+#if MASKED
+            warpgroup_sync(1 + consumer);
+            barrier_wait(at.below_come(consumer), below_parity);
+            below_parity ^= 1;
+            Masking masking({below.moments, below.gamma, below.beta}, s * 64, WIDTH);
+            const u32 lane_from = columns_across();
+#pragma unroll 1
+            for (int k = 0; k < 64; k += 16)
+                masking.take<128>(at.slab(consumer, 0) + lane_from + k * 128, at.below(consumer) + lane_from + k * 128, 0);
+            ColumnShare().write(sums, masking.result(), s * 64, WIDTH);
+#endif
+            fence_for_engine();
+            warpgroup_sync(1 + consumer);
+            if (s + BUFFERS < SLABS) load_below(s + BUFFERS);
+            if (speaks) {
 #pragma unroll
-            for (int s = 0; s < SLABS; ++s) {
-                Tally tally;
-                tally.start();
-                tally.take<PIXELS, 2>(at.slab(s), rows >= PIXELS, [&](int i) { return i < rows; });
-                ColumnShare().write(partial + i64(tile) * 2 * FILTERS, tally.result(), s * 64, FILTERS);
+                for (int i = 0; i < BUFFERS; ++i) store_box(maps.y, at.slab(consumer, i), (s + i) * 64, first);
+                commit_stores();
+            }
+            if constexpr (STATISTICS) {
+#pragma unroll
+                for (int i = 0; i < BUFFERS; ++i) {
+                    Tally tally;
+                    tally.start();
+                    tally.take<64, 2>(at.slab(consumer, i), rows >= 64, [&](int row) { return row < rows; });
+                    ColumnShare().write(sums, tally.result(), (s + i) * 64, WIDTH);
+                }
             }
         }
     }
-    if (threadIdx.x == 0) await_stores_read<0>();
+    if (speaks) await_stores_read<0>();
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
+#if BACKWARD
+conv2d_join_backward_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial,
+                            const float* __restrict__ moments, const float* __restrict__ gamma,
+                            const double* __restrict__ sums, const double* __restrict__ count,
+                            const float* __restrict__ below_moments, const float* __restrict__ below_gamma,
+                            const float* __restrict__ below_beta, const __grid_constant__ Problem p, u32* counter) {
+    const Affine below{below_moments, below_gamma, below_beta};
+#else
 conv2d_join_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial, const float* __restrict__ moments,
                    const float* __restrict__ gamma, const float* __restrict__ beta,
                    const float* __restrict__ add_moments, const float* __restrict__ add_gamma,
                    const float* __restrict__ add_beta, const __grid_constant__ Problem p, u32* counter) {
+    const Affine below{};
+#endif
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -294,19 +460,31 @@ conv2d_join_kernel(const __grid_constant__ Maps maps, float* __restrict__ partia
     __syncthreads();
     await_predecessor();
     const int role = __shfl_sync(0xffffffffu, threadIdx.x / 128, 0);  // known to be the same in a warp
+    // The roles are the branches of one statement: only then ptxas counts registers for each apart.
     if (role == FILL) {
-        if (threadIdx.x == FILL * 128) {
-            barrier_expect(at.filters_come(), DEEP * FILTERS * 128);
-            for (int i = 0; i < DEEP; ++i) load_box(at.filters(i), maps.w, at.filters_come(), i * CHANNELS, 0);
-            Ring<STAGES> ring;
-            deal(counter, p.tiles, p.share, p.group, [&](int tile) { fill(at, maps, ring, tile); });
-        } else if (threadIdx.x / 32 == FILL * 4 + 1) {
+        set_registers<EACH, FOR_FILL>();
+        const int warp = __shfl_sync(0xffffffffu, threadIdx.x % 128 / 32, 0);
+        if (warp == 0) {
+            if (threadIdx.x % 32 == 0) {
+                if (RESIDENT) fill_pieces(at, maps);
+                Ring<STAGES> ring;
+                deal(counter, p.tiles, p.share, p.group, [&](int tile) { fill(at, maps, ring, tile); });
+            }
+        } else if (warp == 1) {
             store_sums(at, maps);
+        } else if (warp == 2) {
+            if (!RESIDENT) fill_pieces(at, maps);
         }
     } else if (role == MAKE) {
+        set_registers<EACH, FOR_MAKE>();
+#if BACKWARD
+        Factors::prepare(at, {moments, gamma, sums, count});
+#else
         Factors::prepare(at, {moments, gamma, beta}, {add_moments, add_gamma, add_beta});
-        make(at);
+#endif
+        make(at, p);
     } else {
-        multiply_tiles(at, maps, p, partial);
+        set_registers<EACH, FOR_MULTIPLY>();
+        multiply_tiles(at, maps, p, below, partial);
     }
 }

@@ -31,46 +31,98 @@ from minidl.cuda.rows import dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
-__all__ = ["conv2d_join", "conv2d_makes_join"]
+__all__ = ["backward", "conv2d_join", "conv2d_makes_join", "fits", "makes_backward"]
 
-PIXELS, CHANNELS = 64, 64  # of a tile; of a stage
-FILTERS = (64, 128, 256)
+CHANNELS, COLUMNS = 64, 64  # of a stage; of a slab of the output
+WIDTHS, STREAMED = (64, 128, 256), 256  # channels of the output, and where the filters need not stay
+PIECES, PIECE = 3, 128 * 128  # of filters that do not stay; bytes
 LEAST_STAGES, MOST_STAGES = 3, 8
-THREADS = 384
-_BOX = 128 * PIXELS  # bytes
-_STAGE = 2 * _BOX + 3 * 8 + TICKET_BYTES  # bytes: of x and add, of its barriers and its ticket
-_STRIPS = 2  # tiles whose signs are in shared memory
+_SLAB = 128 * 64  # bytes
+_STRIPS, _STRIP = 2, 4  # of signs; stages of one, at most
 _ROOM = 227 * 1024  # shared memory of a block
 
 _PROBLEM = struct("", "pixels tiles share group")
 
 
+class Product(NamedTuple):
+    """What a kernel makes and multiplies: ``depth`` channels, of which each has so many ``tables`` of factors, by
+    filters to ``width``; forward signs are kept, or backward what is ``below`` is read.
+    """
+
+    depth: int
+    width: int
+    tables: int
+    backward: bool = False
+    below: bool = False
+
+    def consumers(self, resident: bool) -> int:
+        """Warpgroups that multiply, each 64 pixels of a tile."""
+        return 1 if resident else 2
+
+    def fixed(self, resident: bool) -> int:
+        """Bytes of shared memory that do not grow with the stages."""
+        consumers = self.consumers(resident)
+        filters = self.depth * self.width * ITEMSIZE if resident else PIECES * PIECE
+        slabs = consumers * ((self.width // COLUMNS if resident else 1) + self.below)
+        signs = 0 if self.backward else _STRIPS * 64 * consumers * self.sign_row
+        barriers = 8 * (_STRIPS + consumers + 2 * (1 if resident else PIECES))
+        return filters + slabs * _SLAB + signs + self.tables * self.depth * 4 + barriers
+
+    def stage(self, resident: bool) -> int:
+        """Bytes of one, with its barriers and its ticket."""
+        return 2 * self.consumers(resident) * _SLAB + 3 * 8 + TICKET_BYTES
+
+    def stages(self, resident: bool) -> int:
+        """That there is room for."""
+        return min(MOST_STAGES, (_ROOM - self.fixed(resident)) // self.stage(resident))
+
+    @property
+    def sign_row(self) -> int:
+        """Bytes of a strip of signs, for a pixel."""
+        return min(self.depth // CHANNELS, _STRIP) * CHANNELS // 8
+
+    @property
+    def resident(self) -> bool | None:
+        """Whether filters stay in shared memory; None where there are no blocks for it."""
+        if self.width not in WIDTHS or self.depth % (2 * CHANNELS):
+            return None
+        ways = (() if self.backward else (True,)) + ((False,) if self.width == STREAMED else ())
+        return next((way for way in ways if self.stages(way) >= LEAST_STAGES), None)
+
+
 class Planned(NamedTuple):
-    """A launch of conv2d_join_kernel, of so many ``tiles``."""
+    """A launch; ``parts`` of sums that it leaves."""
 
     grid: int
+    threads: int
     views: Views
     problem: np.ndarray
     defines: dict[str, int]
     shared: int
-    tiles: int
+    parts: int
 
 
-def fits(channels: int, filters: int) -> bool:
-    """Whether there are blocks for 64, 128 or 256 filters of so many channels: in multiples of 128, as many as fit into
-    shared memory with their filters.
+def fits(channels: int, filters: int, backward: bool = False) -> bool:
+    """Whether there are blocks: forward for 64, 128 or 256 filters of channels in multiples of 128, which with less
+    than 256 filters must fit into shared memory with these; backward likewise for 256 channels.
     """
-    return filters in FILTERS and channels % 128 == 0 and _stages(channels, filters, True) >= LEAST_STAGES
+    return _product(channels, filters, backward).resident is not None
+
+
+def _product(channels: int, filters: int, backward: bool) -> Product:
+    """That needs most room."""
+    return Product(filters, channels, 3, True, True) if backward else Product(channels, filters, 3)
 
 
 @functools.lru_cache(maxsize=1024)
-def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
-    """Whether the kernel takes this convolution's input: on compute capability 9.0, of a 16-bit type, 1x1 without
-    stride and padding, in one group, where it `fits`.
+def applies(conv: Convolution, code: int, device: DeviceRecord, backward: bool = False) -> bool:
+    """Whether the kernel takes this convolution's input, or gradient: on compute capability 9.0, of a 16-bit type, 1x1
+    without stride and padding, in one group, where it `fits`.
     """
     if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
         return False
-    return fits(conv.channels, conv.out_channels) and _views(conv, code, (conv.channels,) * 2).legal
+    product = _product(conv.channels, conv.out_channels, backward)
+    return product.resident is not None and _views(conv, code, product, (product.depth,) * 2).legal
 
 
 def conv2d_makes_join(
@@ -119,13 +171,42 @@ def _forward(
     z, y = empty(conv.x_shape, x.dtype), empty(conv.y_shape, x.dtype)
     signs = empty(signs_shape(conv.x_shape), np.uint8)
     planned = plan(conv, code, (rows(x)[2], rows(add)[2]), norms[3] is not None, statistics, current_device())
-    parts = empty((planned.tiles, 2, conv.out_channels), float32) if statistics else None
+    parts = empty((planned.parts, 2, conv.out_channels), float32) if statistics else None
     launch(
-        "conv2d_join", "conv2d_join_kernel", planned.grid, THREADS,
-        TensorMaps(planned.views, (x, add, w, z, signs, y)), parts, *norms, planned.problem, TICKETS,
+        "conv2d_join", "conv2d_join_kernel", planned.grid, planned.threads,
+        TensorMaps(planned.views, (x, add, w, z, y, signs)), parts, *norms, planned.problem, TICKETS,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
     return z, signs, y, None if parts is None else Parts(parts, conv.pixels)
+
+
+def makes_backward(conv: Convolution, code: int) -> bool:
+    """Whether one kernel does what `backward` does."""
+    return forced_family() in (None, "hopper") and applies(conv, code, current_device(), True)
+
+
+def backward(
+    conv: Convolution, code: int, dz: Any, y: Any, above: tuple[Any, ...], w: Any, x: Any, norm: tuple[Any, ...] | None
+) -> tuple[Any, Any, Any]:
+    """The gradient dy of a batch norm's input, and the data gradient of the convolution below that is made of it.
+
+    Args:
+        dz, y, above, w, x, norm: as `minidl.cpu.conv2d.conv2d_backward_both` takes them, ``above`` its moments, gamma,
+            sums and count.
+
+    Returns:
+        dy; dx, masked for the ReLU below where there is a ``norm``, and parts of the sums for that, or None.
+    """
+    dz, y, x, w = aligned(as_rows(dz)), aligned(as_rows(y)), aligned(as_rows(x)), contiguous(w)
+    dy, dx = empty(conv.y_shape, x.dtype), empty(conv.x_shape, x.dtype)
+    planned = plan_backward(conv, code, (rows(dz)[2], rows(y)[2]), rows(x)[2], norm is not None, current_device())
+    parts = None if norm is None else empty((planned.parts, 2, conv.channels), float32)
+    launch(
+        "conv2d_join", "conv2d_join_backward_kernel", planned.grid, planned.threads,
+        TensorMaps(planned.views, (dz, y, w, dy, dx, x)), parts, *above, *(norm or (None,) * 3), planned.problem,
+        TICKETS, defines=planned.defines, shared=planned.shared,
+    )  # fmt: skip
+    return dy, dx, parts
 
 
 @functools.lru_cache(maxsize=1024)
@@ -139,40 +220,55 @@ def plan(
         two: whether ``add`` is the input of a batch norm.
         statistics: whether y's are taken, of bfloat16.
     """
-    deep, tiles, stages = (
-        conv.channels // CHANNELS,
-        ceil_div(conv.pixels, PIXELS),
-        _stages(conv.channels, conv.out_channels, two),
-    )
-    group = device.multiprocessors
+    product = Product(conv.channels, conv.out_channels, 2 + two)
+    defines = {"TWO": int(two), "BELOW": 0, "STATISTICS": int(statistics)}
+    return _plan(conv, code, pitches, product, defines, 0, device)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan_backward(
+    conv: Convolution, code: int, pitches: tuple[int, int], x_pitch: int, below: bool, device: DeviceRecord
+) -> Planned:
+    """Likewise of `backward`; ``pitches`` of dz and y, ``below`` whether x is the input of a batch norm with a ReLU
+    over it."""
+    product = Product(conv.out_channels, conv.channels, 3, True, below)
+    return _plan(conv, code, pitches, product, {"TWO": 0, "BELOW": int(below), "STATISTICS": 0}, x_pitch, device)
+
+
+def _plan(
+    conv: Convolution, code: int, pitches: tuple[int, int], product: Product, defines: dict[str, int], x_pitch: int,
+    device: DeviceRecord,
+) -> Planned:  # fmt: skip
+    resident = product.resident
+    assert resident is not None
+    consumers, stages = product.consumers(resident), product.stages(resident)
+    tiles, group = ceil_div(conv.pixels, 64 * consumers), device.multiprocessors
     share = max(1, ceil_div(tiles, group))
     problem = argument(_PROBLEM, pixels=conv.pixels, tiles=tiles, share=share, group=group)
-    defines = {"DTYPE": code, "TWO": int(two), "DEEP": deep, "FILTERS": conv.out_channels, "STAGES": stages}
-    defines["STATISTICS"] = int(statistics)
-    shared = _fixed(conv.channels, conv.out_channels, two) + stages * _STAGE
-    return Planned(blocks(tiles, share, group), _views(conv, code, pitches), problem, defines, shared, tiles)
+    defines = defines | {
+        "DTYPE": code, "BACKWARD": int(product.backward), "DEEP": product.depth // CHANNELS, "WIDTH": product.width,
+        "RESIDENT": int(resident), "STAGES": stages, "PIECES": PIECES,
+    }  # fmt: skip
+    shared = product.fixed(resident) + stages * product.stage(resident)
+    views = _views(conv, code, product, pitches, x_pitch)
+    return Planned(
+        blocks(tiles, share, group), 128 * (consumers + 2), views, problem, defines, shared, tiles * consumers
+    )
 
 
-def _fixed(channels: int, filters: int, two: bool) -> int:
-    """Bytes of shared memory that do not grow with the stages: of filters, y, signs, factors and barriers."""
-    weights, y = channels * filters * ITEMSIZE, filters // 64 * _BOX
-    signs, factors = _STRIPS * PIXELS * channels // 8, (2 + two) * channels * 4
-    return weights + y + signs + factors + 8 * (_STRIPS + 1)
-
-
-def _stages(channels: int, filters: int, two: bool) -> int:
-    """That there is room for."""
-    return min(MOST_STAGES, (_ROOM - _fixed(channels, filters, two)) // _STAGE)
-
-
-def _views(conv: Convolution, code: int, pitches: tuple[int, int]) -> Views:
+def _views(conv: Convolution, code: int, product: Product, pitches: tuple[int, int], x_pitch: int = 0) -> Views:
     """The structure Maps of conv2d_join.cu."""
+    resident, c, k = bool(product.resident), conv.channels, conv.out_channels
+    pixels = 64 * product.consumers(resident)
 
-    def image(channels: int, pitch: int) -> View:
-        return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (CHANNELS, PIXELS))
+    def image(channels: int, pitch: int, rows: int) -> View:
+        return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (COLUMNS, rows))
 
-    c, k, signs = conv.channels, conv.out_channels, signs_pitch(conv.channels)
-    filters = View(code, (c, k), (c * ITEMSIZE,), (CHANNELS, k))
-    bits = View(BYTES, (signs, conv.pixels), (signs,), (signs, PIXELS), neighbours=False)
-    views = image(c, pitches[0]), image(c, pitches[1]), filters, image(c, c), bits, image(k, k)
-    return Views(*((view, i) for i, view in enumerate(views)))
+    piece = COLUMNS if product.backward else product.width if resident else PIECE // 128
+    filters, y = View(code, (c, k), (c * ITEMSIZE,), (CHANNELS, piece)), image(product.width, product.width, 64)
+    further = image(product.width, x_pitch or product.width, 64)
+    if not product.backward:
+        signs = signs_pitch(c)
+        further = View(BYTES, (signs, conv.pixels), (signs,), (product.sign_row, pixels), neighbours=False)
+    x, add, z = (image(product.depth, pitch, pixels) for pitch in (*pitches, product.depth))
+    return Views(*((view, i) for i, view in enumerate((x, add, filters, z, y, further))))
