@@ -35,15 +35,21 @@ SHAPES = {
 }
 TWO = pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 EACH = pytest.mark.parametrize(("shape", "filters"), SHAPES.values(), ids=SHAPES)
-# Images, height, width, channels; filters. Pixels that fill no tile, four stages and more.
+# Images, height, width, channels; filters, more than conv2d_both.cu takes where it is forced.
 BACKWARD = {
-    "one-tile": ((1, 5, 7, 256), 256),
-    "half-a-tile": ((2, 9, 9, 256), 512),
-    "many-tiles": ((3, 14, 15, 256), 512),
+    "one-tile": ((1, 5, 7, 256), 640),
+    "half-a-tile": ((2, 9, 9, 256), 640),
+    "many-tiles": ((3, 14, 15, 256), 768),
     "deep": ((2, 11, 13, 256), 1024),
 }
 BELOW = pytest.mark.parametrize("below", [False, True], ids=["plain", "below"])
 EACH_BACKWARD = pytest.mark.parametrize(("shape", "filters"), BACKWARD.values(), ids=BACKWARD)
+
+
+@pytest.fixture(autouse=True)
+def wherever_it_can(monkeypatch):
+    """Also where two kernels should be faster."""
+    monkeypatch.setattr(conv2d_join, "LEAST_TILES", 0)
 
 
 def operands(rng, shape, filters, storage, two, whole=False):
@@ -123,6 +129,18 @@ def test_the_kernel_takes_what_it_says():
     assert taken((2, 8, 8, 512), 256) and taken((2, 8, 8, 1024), 256) and not taken((2, 8, 8, 8192), 256)
     assert not taken(image, 64, kernel=3, padding=(1, 1)) and not taken(image, 64, stride=(2, 2))
     assert not taken(image, 64, groups=2) and not taken((0, 8, 8, 256), 64)
+
+
+def test_filters_that_come_along_want_a_tile_for_each_multiprocessor(monkeypatch):
+    from minidl import cuda as ops
+
+    monkeypatch.undo()  # as it is chosen
+    with dry_run():
+        for images, channels, filters, there in ((32, 1024, 256, False), (128, 1024, 256, True), (4, 512, 128, True)):
+            x, w = (images, 14, 14, channels), ops.empty((filters, 1, 1, channels), bfloat16)
+            assert ops.conv2d_makes_join(x, w, **POINT) == there
+            back = ops.empty((channels, 1, 1, filters), bfloat16)
+            assert ops.conv2d_makes_both((*x[:3], filters), back, **POINT) == there
 
 
 def test_operands_that_do_not_fit_are_refused():

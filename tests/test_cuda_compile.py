@@ -120,6 +120,11 @@ def call_conv2d() -> None:
                 z, _, y, _ = ops.conv2d_join(x, *norm, x, w, **names, **where, statistics=statistics)
                 assert z.shape == x.shape and y.shape == (4, 14, 14, 64)
         ops.conv2d_makes_join(x.shape, w, **where)
+        if dtype == bfloat16:  # filters that do not stay, both ways
+            _convolve(ops.empty((128, 14, 14, 256), dtype), 1024, (1, 1), (1, 1), (0, 0), (1, 1), 1, tf32=tf32)
+            x, w = ops.empty((128, 14, 14, 1024), dtype), ops.empty((256, 1, 1, 1024), dtype)
+            norm = ops.empty((2, 1024), float32), *parameters(1024, 1024)
+            ops.conv2d_join(x, *norm, x, w, **where, statistics=True)
     for name in TEXTBOOK:
         with family(name):
             _convolve(ops.empty((2, 9, 11, 12), float32), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1)

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 import minidl as m
-from minidl import fusion
+from minidl import fusion, models
+from minidl.cuda.launch import dry_run
+from minidl.precision import bfloat16
 from minidl.store import tensor_key
 from tests.test_fusion import BOUND, close, fused, run
 
@@ -62,10 +64,11 @@ def test_every_plan_computes_the_same(ops, build, precision):
         close(plain, taken, BOUND if precision == "fp32" else 2.0**-6)
 
 
+@pytest.mark.parametrize("how", ["elementwise", "gradients"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_pooled_batch_norm_is_that_of_separate_passes(ops, precision):
+def test_a_pooled_batch_norm_is_that_of_separate_passes(ops, precision, how):
     """Backward but for the rounding of a pixel's gradient, which the sums then do not see."""
-    apart, pooled = (run(fused(pooling, how, ops, precision=precision)) for how in ("none", "elementwise"))
+    apart, pooled = (run(fused(pooling, plan, ops, precision=precision)) for plan in ("none", how))
     close(apart, pooled, {"fp32": BOUND, "bf16": 2.0**-6, "fp16": 2.0**-9}[precision])
 
 
@@ -77,6 +80,27 @@ def test_what_is_pooled_is_not_written(cpu_ops, monkeypatch):
     run(model, steps=1)
     assert calls.count("batch_norm_max_pool2d") == calls.count("batch_norm_max_pool2d_backward") == 2
     assert calls.count("batch_norm_activate_backward_stats") == 1  # of the one without parameters
+
+
+def test_what_was_pooled_is_masked_and_summed_by_the_convolution_above():
+    """No pass of its own reads it for that, also where a projection reads the pooling beside."""
+    from minidl import cuda as ops
+
+    found = {}
+    for how in ("statistics", "gradients"):
+        with dry_run() as log:
+            model = fused(lambda: models.build("resnet50", (64, 64, 3), 10), how, ops, precision="bf16")
+            loss = m.SoftmaxCrossEntropy()
+            loss.forward(model.forward(ops.empty((4, 64, 64, 3), bfloat16)), ops.empty((4,), np.int32))
+            before = len(log.launches)
+            model.backward(loss.backward())
+        names = [launch.name for launch in log.launches[before:]]
+        at = names.index("batch_norm_max_pool2d_backward")
+        found[how] = names[at - 2 : at]
+        (site,) = (site for site in fusion.find_sites(model.graph) if site.pooled)
+        assert site.masking == ("layer1.0.conv1",) and site.passed_on is None
+    assert found["statistics"] == ["batch_norm_backward_stats_kernel", "batch_norm_backward_merge_kernel"]
+    assert found["gradients"][1] == "batch_norm_backward_merge_kernel" and "stats" not in found["gradients"][0]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

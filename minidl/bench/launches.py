@@ -77,10 +77,10 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
     """For each pass that a fusion plan leaves without a kernel of its own, the layer whose kernels do its work.
 
     Forward that is the next reader with kernels, which normalises and sums; backward the convolution above that masks
-    and sums, where the plan has one, else the batch norm, which masks; of a lazy batch norm's input the convolution
-    below, whose own data gradient may be made along with its weight's. Of a ReLU without a batch norm it is the
-    convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that writes,
-    of a pooling beside other readers the ReLU, and backward the batch norm.
+    and sums, where the plan has one, else, and under a pooling, the batch norm; of a lazy batch norm's input the
+    convolution below, whose own data gradient may be made along with its weight's. Of a ReLU without a batch norm it is
+    the convolution below, and backward the layer above. Of a concatenation that copies nothing it is the last that
+    writes, of a pooling beside other readers the ReLU, and backward the batch norm.
     """
     found: dict[Key, str] = {}
     readers = graph.consumers()
@@ -96,7 +96,7 @@ def absorbed(graph: Graph, plan: Plan, kernels: Mapping[Key, list[str]]) -> dict
                     found[name, "backward_data"] = site.producer
         if not modes or not site.readers:
             continue
-        above = site.taker if "gradients" in modes else site.name
+        above = site.taker if "gradients" in modes and not site.pooled else site.name
         made = {"pooled": site.pooled, "gated": site.gated}.items()  # by who reads it
         beyond = [graph.nodes[i].name for mode, name in made if mode in modes for i in readers[graph[name].index]]
         for name in (site.name, *site.readers, *beyond):

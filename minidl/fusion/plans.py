@@ -79,7 +79,7 @@ MODES = {
         "the convolution below writes what the ReLU would",
     ),
     "gradients": Mode(
-        "masks", "masking", "taker", ("backward",), ("elementwise",), (0.0, 0.1),
+        "masks", "masking", "taker", ("backward",), ("elementwise", "pooled"), (0.0, 0.1),
         "no convolution has the last gradient of the ReLU above it",
         "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below",
     ),

@@ -28,7 +28,7 @@ class Site:
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
-            ReLU; over a bare ReLU also that of a max pooling, if it does.
+            ReLU; where a max pooling does, of that in its stead; over a bare ReLU also that pooling's own name.
         pooling: whether that is a max pooling.
         beyond: of such a pooling, name of the convolution whose data gradient is the last of its readers, and may mask.
         sole: whether nobody else reads that ReLU, and the taker is no transposed convolution.
@@ -71,7 +71,7 @@ class Site:
     def lazy(self) -> str | None:
         """The batch norm's name if the convolution below can make both its gradients of what this one's is made of: no
         mask or slope is owed by then, unless it is under a ReLU or activation that no convolution masks for."""
-        owed = self.kind == "activation" or (self.kind == "relu" and self.taker is None)
+        owed = self.kind == "activation" or (self.kind == "relu" and (self.taker is None or self.pooled is not None))
         return self.name if self.lean and not owed else None
 
     @property
@@ -157,6 +157,11 @@ def _taker(graph: Graph, site: Site, readers: list[list[int]]) -> tuple[str | No
     """(taker, whether a convolution alone reads the ReLU, and so can do its work too)"""
     if site.kind not in ("relu", "join"):
         return None, False
+    if (pooled := _pooled(graph, site, readers)) is not None:
+        (pooling,) = (graph.nodes[i] for i in readers[graph[pooled].index])
+        first = graph.nodes[min(readers[pooling.index], default=pooling.index)]
+        masks = pooling is not graph.output_node and isinstance(first.layer, Conv2d)
+        return first.name if masks else None, False
     under, relu = graph[site.readers[0]], graph[site.readers[-1]]
     if site.partner is not None and graph.nodes[under.inputs[0]].name != site.name:
         return None, False

@@ -154,7 +154,7 @@ class BatchNorm2d(AffineNorm):
             facts = dy.dy, dy.add, x, moments, *self._affine
             kernel = {"kernel": dy.window["kernel"]}
             kept.sums = ops.batch_norm_max_tiles_backward_stats(*facts, **kernel, **gradients)
-        elif isinstance(dy, PooledGradient):
+        elif isinstance(dy, PooledGradient) and dy.array is None:
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)
         elif isinstance(dy, MaskedGradient) and dy.norm == self.name:
             kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)

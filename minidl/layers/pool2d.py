@@ -135,7 +135,9 @@ class MaxPool2d(_Pool):
                     term.raw, term.moments, term.gamma, term.beta, **options
                 )
                 self.save(index=index, shape=x.shape, y=y, largest=largest)
-                return y
+                # What it is of the largest: for who has the last of its gradients, to mask and sum that (`masked`).
+                below = Normalized(largest, term.moments, term.gamma, term.beta, term.owner)
+                return Value(y, origin=Origin((below,), relu=True, owner=self.name)) if self.keeps else y
             x = materialize(self.ops, x)
         relu = x.origin.owner if self.masks and isinstance(x, Value) and x.origin and x.origin.relu else ""
         x = x.array if isinstance(x, Value) else x
@@ -154,12 +156,15 @@ class MaxPool2d(_Pool):
             dx = self.ops.max_pool2d_backward(dy.array, kept.index, kept.shape, **self._window)
             # Where windows overlap, what is stored are rounded sums: theirs are others.
             return MaskedGradient.masked(dx, kept.relu, parts=dy.parts if self._apart else None)
+        masked = dy if isinstance(dy, MaskedGradient) and dy.norm and dy.relu == self.name else None
         dy = finished(self.ops, dy)
         if hasattr(kept, "raw"):
             term = Normalized(kept.raw, kept.moments, *kept.affine)
             return TiledGradient(dy, add, term, {**self._window, "ceil_mode": self.ceil_mode})
         if hasattr(kept, "largest"):
             gradient = PooledGradient(dy, kept.y, kept.largest, kept.index, kept.shape, self._window)
+            if masked is not None:
+                gradient.array, gradient.norm, gradient.parts = dy, masked.norm, masked.parts
             return gradient if add is None else self.ops.add(gradient.finish(self.ops), add)
         return self.ops.max_pool2d_backward(dy, kept.index, kept.shape, **self._window, add=add)
 

@@ -35,6 +35,8 @@
 // What bounds it is memory: a stage of 64 pixels takes 1300 clocks to come and go at 4.2 TB/s, its products with 64
 // filters 130, and z some 500 of its warpgroup (by count of instructions). 1x1 256-64 at 56x56 pixels, 256 images, on
 // an H200: 325 us, as long as a copy of its bytes; by the two kernels 420, with the merge of the statistics (331 here).
+// Where filters come along: 1024-256 at 14x14 98 us, BACKWARD 105; by two kernels 115 and 128, a copy 80 and 86, and 93
+// without products, without making, without filters. Three pieces under way instead of five: 112 and 124.
 // FLOP: 2 * C * K * pixels. Bytes: x, add, z, y once, signs, and what is below; the filters, unless they are RESIDENT,
 // for each tile from the L2 cache.
 #define MASKED (BACKWARD && BELOW)
@@ -52,6 +54,8 @@ constexpr int SLAB = 64 * 128;                                 // of 64 pixels o
 constexpr int SLABS = WIDTH / 64, BUFFERS = RESIDENT ? SLABS : 1;  // of a consumer's part of a tile; in shared memory
 constexpr int PIECE_WIDTH = RESIDENT ? WIDTH : 128, PIECE = PIECE_WIDTH * 128;
 constexpr int PARTS = WIDTH / PIECE_WIDTH;                     // pieces of a stage
+// Who fills pieces knows a tile by its first stage, and must not take a stage two rounds before for that.
+static_assert(RESIDENT || PIECES < PARTS * STAGES, "the round between has come when the last pieces are asked for");
 constexpr int STRIPS = 2, STRIP = DEEP < 4 ? DEEP : 4;         // of signs, in shared memory; stages of one
 constexpr int SIGN_ROW = STRIP * CHANNELS / 8;                 // bytes
 constexpr int TABLES = BACKWARD ? 3 : 2 + TWO;                 // numbers that are needed of each channel
@@ -438,21 +442,10 @@ DEVICE void multiply_tiles(const Layout& at, const Maps& maps, const Problem& p,
     if (speaks) await_stores_read<0>();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
-#if BACKWARD
-conv2d_join_backward_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial,
-                            const float* __restrict__ moments, const float* __restrict__ gamma,
-                            const double* __restrict__ sums, const double* __restrict__ count,
-                            const float* __restrict__ below_moments, const float* __restrict__ below_gamma,
-                            const float* __restrict__ below_beta, const __grid_constant__ Problem p, u32* counter) {
-    const Affine below{below_moments, below_gamma, below_beta};
-#else
-conv2d_join_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial, const float* __restrict__ moments,
-                   const float* __restrict__ gamma, const float* __restrict__ beta,
-                   const float* __restrict__ add_moments, const float* __restrict__ add_gamma,
-                   const float* __restrict__ add_beta, const __grid_constant__ Problem p, u32* counter) {
-    const Affine below{};
-#endif
+// What the threads of a block do. `prepare`: the warpgroup that makes z, first; below: the batch norm below.
+template <class Prepare>
+DEVICE void play_roles(const Maps& maps, const Problem& p, u32* counter, float* partial, const Affine& below,
+                       Prepare prepare) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -477,14 +470,32 @@ conv2d_join_kernel(const __grid_constant__ Maps maps, float* __restrict__ partia
         }
     } else if (role == MAKE) {
         set_registers<EACH, FOR_MAKE>();
-#if BACKWARD
-        Factors::prepare(at, {moments, gamma, sums, count});
-#else
-        Factors::prepare(at, {moments, gamma, beta}, {add_moments, add_gamma, add_beta});
-#endif
+        prepare(at);
         make(at, p);
     } else {
         set_registers<EACH, FOR_MULTIPLY>();
         multiply_tiles(at, maps, p, below, partial);
     }
 }
+
+#if BACKWARD
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+conv2d_join_backward_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial,
+                            const float* __restrict__ moments, const float* __restrict__ gamma,
+                            const double* __restrict__ sums, const double* __restrict__ count,
+                            const float* __restrict__ below_moments, const float* __restrict__ below_gamma,
+                            const float* __restrict__ below_beta, const __grid_constant__ Problem p, u32* counter) {
+    play_roles(maps, p, counter, partial, {below_moments, below_gamma, below_beta},
+               [&](const Layout& at) { Factors::prepare(at, {moments, gamma, sums, count}); });
+}
+#else
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+conv2d_join_kernel(const __grid_constant__ Maps maps, float* __restrict__ partial, const float* __restrict__ moments,
+                   const float* __restrict__ gamma, const float* __restrict__ beta,
+                   const float* __restrict__ add_moments, const float* __restrict__ add_gamma,
+                   const float* __restrict__ add_beta, const __grid_constant__ Problem p, u32* counter) {
+    play_roles(maps, p, counter, partial, {}, [&](const Layout& at) {
+        Factors::prepare(at, {moments, gamma, beta}, {add_moments, add_gamma, add_beta});
+    });
+}
+#endif

@@ -1,6 +1,7 @@
-"""A residual sum that is made on its way into a 1x1 convolution, in one kernel.
+"""An array that is made of two on its way into a 1x1 convolution, in one kernel: a residual sum, or backward the
+gradient of a batch norm's input.
 
-By kernels of their own the sum is written, and read again at once. The kernel, for 16-bit types on Hopper, is in
+By kernels of their own it is written, and read again at once. The kernel, for 16-bit types on Hopper, is in
 conv2d_join.cu.
 """
 
@@ -35,7 +36,9 @@ __all__ = ["backward", "conv2d_join", "conv2d_makes_join", "fits", "makes_backwa
 
 CHANNELS, COLUMNS = 64, 64  # of a stage; of a slab of the output
 WIDTHS, STREAMED = (64, 128, 256), 256  # channels of the output, and where the filters need not stay
-PIECES, PIECE = 3, 128 * 128  # of filters that do not stay; bytes
+# Of filters that do not stay: pieces under way, which come from the L2 cache with its latency, their bytes; and tiles
+# from which on the kernel is faster than two, for with fewer multiprocessors are idle.
+PIECES, PIECE, LEAST_TILES = 5, 128 * 128, 132
 LEAST_STAGES, MOST_STAGES = 3, 8
 _SLAB = 128 * 64  # bytes
 _STRIPS, _STRIP = 2, 4  # of signs; stages of one, at most
@@ -55,13 +58,27 @@ class Product(NamedTuple):
     backward: bool = False
     below: bool = False
 
-    def consumers(self, resident: bool) -> int:
-        """Warpgroups that multiply, each 64 pixels of a tile."""
-        return 1 if resident else 2
+    @property
+    def resident(self) -> bool | None:
+        """Whether filters stay in shared memory; None where there are no blocks for it."""
+        if self.width not in WIDTHS or self.depth % (2 * CHANNELS):
+            return None
+        ways = (() if self.backward else (True,)) + ((False,) if self.width == STREAMED else ())
+        return next((way for way in ways if self.stages(way) >= LEAST_STAGES), None)
+
+    @property
+    def pixels(self) -> int:
+        """Of a tile: 64 for each warpgroup that multiplies."""
+        return 64 * _consumers(bool(self.resident))
+
+    @property
+    def sign_row(self) -> int:
+        """Bytes of a strip of signs, for a pixel."""
+        return min(self.depth // CHANNELS, _STRIP) * CHANNELS // 8
 
     def fixed(self, resident: bool) -> int:
         """Bytes of shared memory that do not grow with the stages."""
-        consumers = self.consumers(resident)
+        consumers = _consumers(resident)
         filters = self.depth * self.width * ITEMSIZE if resident else PIECES * PIECE
         slabs = consumers * ((self.width // COLUMNS if resident else 1) + self.below)
         signs = 0 if self.backward else _STRIPS * 64 * consumers * self.sign_row
@@ -70,24 +87,16 @@ class Product(NamedTuple):
 
     def stage(self, resident: bool) -> int:
         """Bytes of one, with its barriers and its ticket."""
-        return 2 * self.consumers(resident) * _SLAB + 3 * 8 + TICKET_BYTES
+        return 2 * _consumers(resident) * _SLAB + 3 * 8 + TICKET_BYTES
 
     def stages(self, resident: bool) -> int:
         """That there is room for."""
         return min(MOST_STAGES, (_ROOM - self.fixed(resident)) // self.stage(resident))
 
-    @property
-    def sign_row(self) -> int:
-        """Bytes of a strip of signs, for a pixel."""
-        return min(self.depth // CHANNELS, _STRIP) * CHANNELS // 8
 
-    @property
-    def resident(self) -> bool | None:
-        """Whether filters stay in shared memory; None where there are no blocks for it."""
-        if self.width not in WIDTHS or self.depth % (2 * CHANNELS):
-            return None
-        ways = (() if self.backward else (True,)) + ((False,) if self.width == STREAMED else ())
-        return next((way for way in ways if self.stages(way) >= LEAST_STAGES), None)
+def _consumers(resident: bool) -> int:
+    """Warpgroups that multiply."""
+    return 1 if resident else 2
 
 
 class Planned(NamedTuple):
@@ -129,13 +138,16 @@ def conv2d_makes_join(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     tf32: int = False,
 ) -> bool:  # fmt: skip
-    """Whether one kernel does what `conv2d_join` does."""
+    """Whether one kernel does what `conv2d_join` does, and should be faster than two."""
     who = "conv2d_makes_join"
     return _taken(convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who))
 
 
-def _taken(conv: Convolution, code: int) -> bool:
-    return forced_family() in (None, "hopper") and applies(conv, code, current_device())
+def _taken(conv: Convolution, code: int, backward: bool = False) -> bool:
+    family, product = forced_family(), _product(conv.channels, conv.out_channels, backward)
+    pays = product.resident or ceil_div(conv.pixels, product.pixels) >= LEAST_TILES
+    wanted = family == "hopper" or (family is None and pays)
+    return wanted and applies(conv, code, current_device(), backward)
 
 
 def conv2d_join(
@@ -181,8 +193,8 @@ def _forward(
 
 
 def makes_backward(conv: Convolution, code: int) -> bool:
-    """Whether one kernel does what `backward` does."""
-    return forced_family() in (None, "hopper") and applies(conv, code, current_device(), True)
+    """Whether `backward` does it, and should be faster than two kernels."""
+    return _taken(conv, code, True)
 
 
 def backward(
@@ -241,8 +253,8 @@ def _plan(
 ) -> Planned:  # fmt: skip
     resident = product.resident
     assert resident is not None
-    consumers, stages = product.consumers(resident), product.stages(resident)
-    tiles, group = ceil_div(conv.pixels, 64 * consumers), device.multiprocessors
+    consumers, stages = _consumers(resident), product.stages(resident)
+    tiles, group = ceil_div(conv.pixels, product.pixels), device.multiprocessors
     share = max(1, ceil_div(tiles, group))
     problem = argument(_PROBLEM, pixels=conv.pixels, tiles=tiles, share=share, group=group)
     defines = defines | {
@@ -258,13 +270,12 @@ def _plan(
 
 def _views(conv: Convolution, code: int, product: Product, pitches: tuple[int, int], x_pitch: int = 0) -> Views:
     """The structure Maps of conv2d_join.cu."""
-    resident, c, k = bool(product.resident), conv.channels, conv.out_channels
-    pixels = 64 * product.consumers(resident)
+    c, k, pixels = conv.channels, conv.out_channels, product.pixels
 
     def image(channels: int, pitch: int, rows: int) -> View:
         return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (COLUMNS, rows))
 
-    piece = COLUMNS if product.backward else product.width if resident else PIECE // 128
+    piece = COLUMNS if product.backward else product.width if product.resident else PIECE // 128
     filters, y = View(code, (c, k), (c * ITEMSIZE,), (CHANNELS, piece)), image(product.width, product.width, 64)
     further = image(product.width, x_pitch or product.width, 64)
     if not product.backward:
