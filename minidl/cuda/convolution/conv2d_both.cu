@@ -41,8 +41,7 @@
 #define NORMALIZED BELOW
 #define BACKWARD 1
 #define STATISTICS 0
-#include "affine.cuh"
-#include "channel_table.cuh"
+#include "conv2d_above.cuh"
 #include "conv2d_columns.cuh"
 #include "conv2d_input.cuh"
 #include "wgmma.cuh"
@@ -67,12 +66,6 @@ struct Problem {
     int pixels, tiles;      // tiles of the pixels
     int channels, columns;  // of the convolution's input: all of them, tiles of them
     int filters, chunks;
-};
-
-// The batch norm above: moments (2, K), gamma (K,) or null, sums (2, K) and count (1,) as of batch_norm.cu.
-struct Above {
-    const float *moments, *gamma;
-    const double *sums, *count;
 };
 
 // A block's columns, and its tiles of pixels.
@@ -162,14 +155,7 @@ struct Factors {
 
     // The warpgroup: works all of them out.
     DEVICE void prepare(const Layout& at, const Above& above, const Problem& p) {
-        for (int k = threadIdx.x % 128; k < p.filters; k += 128) {
-            float mean[1], scale[1], shift[1];
-            load_affine(above.moments, above.gamma, nullptr, p.filters, k, mean, scale, shift);
-            const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, p.filters, k);
-            at.factors().store(0, k, one.scale[0]);
-            at.factors().store(1, k, one.bend[0]);
-            at.factors().store(2, k, one.offset[0]);
-        }
+        put_factors(at.factors(), above, p.filters);
         warpgroup_sync(1 + MAKE);
     }
 

@@ -40,8 +40,7 @@
 // FLOP: 2 * C * K * pixels. Bytes: x, add, z, y once, signs, and what is below; the filters, unless they are RESIDENT,
 // for each tile from the L2 cache.
 #define MASKED (BACKWARD && BELOW)
-#include "affine.cuh"
-#include "channel_table.cuh"
+#include "conv2d_above.cuh"
 #include "conv2d_columns.cuh"
 #include "signs.cuh"
 #include "tickets.cuh"
@@ -184,14 +183,9 @@ DEVICE void fill_pieces(const Layout& at, const Maps& maps) {
 #endif
 }
 
-// A batch norm of the channels: moments (2, C); gamma, beta (C,) or null. BACKWARD, of the one above, sums (2, C) and
-// count (1,) as of batch_norm.cu in place of beta.
+// A batch norm of the channels: moments (2, C); gamma, beta (C,) or null.
 struct Affine {
     const float *moments, *gamma, *beta;
-};
-struct Above {
-    const float *moments, *gamma;
-    const double *sums, *count;
 };
 
 // A thread of the warpgroup that makes: what it needs of eight neighbouring channels.
@@ -200,19 +194,10 @@ struct Factors {
     float v[TABLES][8];
 
     // The warpgroup: works all of them out.
-#if BACKWARD
     DEVICE void prepare(const Layout& at, const Above& above) {
-        for (int c = threadIdx.x % 128; c < ALL; c += 128) {
-            float mean[1], scale[1], shift[1];
-            load_affine(above.moments, above.gamma, nullptr, ALL, c, mean, scale, shift);
-            const InputGradient<true, 1> one(mean, scale, above.moments, above.sums, above.count, ALL, c);
-            at.factors().store(0, c, one.scale[0]);
-            at.factors().store(1, c, one.bend[0]);
-            at.factors().store(2, c, one.offset[0]);
-        }
+        put_factors(at.factors(), above, ALL);
         warpgroup_sync(1 + MAKE);
     }
-#else
     DEVICE void prepare(const Layout& at, const Affine& main, const Affine& other) {
         for (int c = threadIdx.x % 128; c < ALL; c += 128) {
             float mean[1], scale[1], shift[1];
@@ -228,7 +213,6 @@ struct Factors {
         }
         warpgroup_sync(1 + MAKE);
     }
-#endif
 
     __device__ __forceinline__ Factors(const Layout& at, int channel) {
 #pragma unroll
@@ -486,7 +470,7 @@ conv2d_join_backward_kernel(const __grid_constant__ Maps maps, float* __restrict
                             const float* __restrict__ below_moments, const float* __restrict__ below_gamma,
                             const float* __restrict__ below_beta, const __grid_constant__ Problem p, u32* counter) {
     play_roles(maps, p, counter, partial, {below_moments, below_gamma, below_beta},
-               [&](const Layout& at) { Factors::prepare(at, {moments, gamma, sums, count}); });
+               [&](const Layout& at) { Factors::prepare(at, Above{moments, gamma, sums, count}); });
 }
 #else
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
