@@ -346,10 +346,10 @@ class NormGradient(MaskedGradient):
     """The gradient of a batch norm's input, of which the last pass, ``batch_norm_backward_apply``, is still owed.
 
     The convolution below may make of it both of its own gradients, which then read once what that pass and they
-    would read three times.
+    would read three times; or, as the first of a network, the only one that it has.
 
     Attributes:
-        dy: gradient of the batch norm's output.
+        dy: gradient of the batch norm's output, or a masked `PooledGradient`, whose gathering is owed, too.
         facts: its input, moments, weight, sums and count, as ``batch_norm_backward_apply`` takes them.
         passed: the gradient of the convolution's input, once the convolution has made both.
     """
@@ -361,7 +361,10 @@ class NormGradient(MaskedGradient):
         self.facts, self.passed = facts, None
 
     def finish(self, ops: ModuleType) -> Any:
-        if self.array is None:
+        if self.array is None and isinstance(self.dy, PooledGradient):
+            facts = self.dy.array, self.dy.index, *self.facts
+            self.array = ops.batch_norm_max_pool2d_backward(*facts, **self.dy.window)
+        elif self.array is None:
             self.array = ops.batch_norm_backward_apply(self.dy, *self.facts)
         return self.array
 

@@ -18,7 +18,7 @@ import pytest
 
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
@@ -155,6 +155,17 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+        if filters % 16 == 0:
+            size = shape[0], *((side - 1) // 2 + 1 for side in y.shape[1:3]), filters
+            above = (
+                ops.empty((2, filters), float32),
+                None,
+                ops.empty((2, filters), np.float64),
+                ops.empty(1, np.float64),
+            )
+            facts, windows = (ops.empty(size, np.uint8), y, *above, x), {"pooling": conv2d_stem.POOLING}
+            out = ops.empty(w.shape, np.float32)
+            ops.conv2d_backward_weight_pooled(ops.empty(size, dtype), *facts, out=out, **windows, **where)
     for shape, filters, kernel, stride, padding in STEMS:
         where = {"stride": stride, "padding": padding, "dilation": (1, 1), "groups": 1, "tf32": 1}
         x, w = ops.empty(shape, float32), ops.empty((filters, *kernel, shape[-1]), float32)

@@ -50,6 +50,7 @@ from minidl.cpu.conv2d import (
     conv2d_backward_data_masked,
     conv2d_backward_data_summed,
     conv2d_backward_weight,
+    conv2d_backward_weight_pooled,
     conv2d_join,
     conv2d_makes_both,
     conv2d_makes_join,

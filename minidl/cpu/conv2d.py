@@ -6,6 +6,8 @@ own number of threads (OpenBLAS's do on AMD's Zen 3); those of all else do not d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 
 from minidl import checks, shapes
@@ -20,6 +22,7 @@ from minidl.cpu.batch_norm import (
     batch_norm_stats,
 )
 from minidl.cpu.conv2d_plan import LANES, Plan, apply_tasks, make_plan, reduce_tasks, threads_for
+from minidl.cpu.pool2d import batch_norm_max_pool2d_backward
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
 
@@ -262,6 +265,25 @@ def conv2d_backward_both(
     if norm is None:
         return conv2d_backward_data(dy, w, x.shape, **geometry), None
     return conv2d_backward_data_masked(dy, w, x, *norm, **geometry)
+
+
+def conv2d_backward_weight_pooled(
+    dz: Array, index: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, x: Array, *,
+    pooling: Mapping[str, Pair], stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
+    accumulate: bool = False, tf32: bool = False,
+) -> None:  # fmt: skip
+    """`conv2d_backward_weight` under a batch norm over its batch, a ReLU and a max pooling, from what its output's
+    gradient is made of, where nobody else needs that.
+
+    Args:
+        dz, index, y, moments, gamma, sums, count: as `batch_norm_max_pool2d_backward` takes them; ``y`` (N, P, Q, K) is
+            the convolution's output.
+        pooling: kernel, stride, padding and dilation of the windows.
+        x, stride, padding, dilation, groups, out, accumulate: as of `conv2d_backward_weight`.
+    """
+    geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
+    dy = batch_norm_max_pool2d_backward(dz, index, y, moments, gamma, sums, count, **pooling)
+    conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate)
 
 
 @QUIET

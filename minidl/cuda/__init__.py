@@ -36,6 +36,7 @@ from minidl.cuda.convolution.conv2d import (
 )
 from minidl.cuda.convolution.conv2d_both import conv2d_backward_both, conv2d_makes_both
 from minidl.cuda.convolution.conv2d_join import conv2d_join, conv2d_makes_join
+from minidl.cuda.convolution.conv2d_pooled import conv2d_backward_weight_pooled
 from minidl.cuda.dropout import dropout
 from minidl.cuda.image import normalise
 from minidl.cuda.join import add, concat, gate_backward, gate_gradient, mul

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from minidl.cuda.convolution import conv2d_both, conv2d_join
+from minidl.cuda.convolution import conv2d_both, conv2d_join, conv2d_stem
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site
@@ -80,7 +80,7 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     # a bare ReLU for a read of that, by a pooling before it makes it large.
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     if "lazy" in modes:  # of the pass for the input's gradient the two reads take the place of the convolution's own
-        backward -= 3
+        backward -= 1 if "pooled" in modes else 3
         backward += site.kind == "join" and site.partner is not None and site.first_back  # who takes the other's sums
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
@@ -111,6 +111,9 @@ class Machine(NamedTuple):
             return self.arch is not None and precision.storage == bfloat16
         if mode == "prologue" and _labels(layer):
             return self.arch is not None and precision.storage.itemsize == 2
+        if mode == "lazy" and layer.in_channels <= STEM and isinstance(layer, Conv2d):
+            fits = conv2d_stem.undoes_pooling(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride)
+            return self.arch == HOPPER and precision.storage.itemsize == 2 and fits
         if mode == "lazy" and not (_makes_both(layer) or conv2d_join.fits(layer.in_channels, layer.out_channels, True)):
             return False
         if mode == "join" and not conv2d_join.fits(layer.in_channels, layer.out_channels):
@@ -165,7 +168,7 @@ def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
     """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
     if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site):
         return CHEAP
-    if mode == "lazy" and not _makes_both(graph[site.producer].layer):
+    if mode == "lazy" and not site.pooled and not _makes_both(graph[site.producer].layer):
         return WRITTEN
     return MODES[mode].costs
 

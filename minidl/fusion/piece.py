@@ -60,6 +60,7 @@ class Member:
         shape: of its output, batch first.
         outside: whether its output is read outside the piece too, so that a gradient comes from there.
         back: whether its gradients are part of the piece.
+        first: whether it reads the network's input, whose gradient nobody needs.
     """
 
     layer: Layer
@@ -67,6 +68,7 @@ class Member:
     shape: tuple[int, ...]
     outside: bool
     back: bool
+    first: bool
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ class Cut:
     def key(self) -> tuple[Any, ...]:
         """Equal for pieces that do the same work."""
         facts = (
-            (type(m.layer).__name__, m.layer.describe(), m.inputs, m.shape, m.outside, m.back) for m in self.members
+            (type(m.layer).__name__, m.layer.describe(), m.inputs, m.shape, m.outside, m.back, m.first)
+            for m in self.members
         )
         return (*facts, self.operands)
 
@@ -106,7 +109,8 @@ def cut(graph: Graph, sites: Sequence[Site], batch: int) -> Cut | None:
                 operands.append((batch, *graph.nodes[i].shape))
             inputs.append(place.get(i, -len(operands)))
         outside = _read_outside(graph, node, readers, place)
-        members.append(Member(node.layer, tuple(inputs), (batch, *node.shape), outside, node.name not in below))
+        facts = outside, node.name not in below, not any(graph.nodes[i].inputs for i in node.inputs)
+        members.append(Member(node.layer, tuple(inputs), (batch, *node.shape), *facts))
     return Cut(tuple(members), tuple(operands))
 
 
@@ -124,8 +128,9 @@ class Piece:
     def __init__(self, cut: Cut, ops: ModuleType, precision: Precision, cache_bytes: int):
         self.cut, self.ops = cut, ops
         self.layers = [twin(member.layer) for member in cut.members]
-        for layer in self.layers:
+        for layer, member in zip(self.layers, cut.members, strict=True):
             layer.to(ops.name, precision.name)
+            layer.needs_input_grad = not member.first
         self._use(LastPass())
         storage = precision.storage
         moved = storage.itemsize * sum(map(prod, (*cut.operands, *(m.shape for m in cut.members))))

@@ -84,9 +84,9 @@ MODES = {
         "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below",
     ),
     "lazy": Mode(
-        "lazy", "lazy", "producer", ("backward",), ("elementwise", "gradients"), (0.0, 0.3),
-        "no 1x1 convolution without stride and bias writes for it alone",
-        "the input's gradient is never written: the convolution below makes both its own of what that is made of",
+        "lazy", "lazy", "producer", ("backward",), ("elementwise", "pooled", "gradients"), (0.0, 0.3),
+        "no 1x1 convolution without stride and bias writes for it alone, nor, under a pooling, the first one",
+        "the input's gradient is never written: the convolution below makes its own of what that is made of",
     ),
     "join": Mode(
         "ahead", "ahead", "taker", ("forward",), ("elementwise", "gradients"), (0.1, 0.0),

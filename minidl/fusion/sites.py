@@ -25,6 +25,7 @@ class Site:
         shape: (H, W, C) or (C,), of one sample.
         producer: name of the convolution below it, if it alone reads that.
         lean: whether that is of 1x1 without stride and bias, and its input's gradient begins with it.
+        begins: whether it reads the network's input, whose gradient nobody needs, and has no bias.
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
             sum of all; at a join of two batch norms, of the first summand only. A transposed one if it alone reads the
@@ -48,6 +49,7 @@ class Site:
     why: str | None = None
     producer: str | None = None
     lean: bool = False
+    begins: bool = False
     joined: tuple[str, ...] | None = None
     taker: str | None = None
     pooling: bool = False
@@ -69,9 +71,12 @@ class Site:
 
     @property
     def lazy(self) -> str | None:
-        """The batch norm's name if the convolution below can make both its gradients of what this one's is made of: no
-        mask or slope is owed by then, unless it is under a ReLU or activation that no convolution masks for."""
-        owed = self.kind == "activation" or (self.kind == "relu" and (self.taker is None or self.pooled is not None))
+        """The batch norm's name if the convolution below can make its gradients of what this one's is made of: no mask
+        or slope is owed by then, unless it is under a ReLU or activation that no convolution masks for; but what is
+        pooled is masked while it is small."""
+        if self.pooled is not None:
+            return self.name if self.begins else None
+        owed = self.kind == "activation" or (self.kind == "relu" and self.taker is None)
         return self.name if self.lean and not owed else None
 
     @property
@@ -108,8 +113,9 @@ def find_sites(graph: Graph) -> list[Site]:
             taker, sole = _taker(graph, site, readers)
             producer = _producer(graph, node, readers)
             lean = producer is not None and _lean(graph, graph[producer], readers)
+            begins = producer is not None and _begins(graph, graph[producer])
             point = taker is not None and _is_point(graph[taker].layer)
-            below = {"producer": producer, "lean": lean, "joined": _joined(graph, node, readers)}
+            below = {"producer": producer, "lean": lean, "begins": begins, "joined": _joined(graph, node, readers)}
             above = {"pooled": _pooled(graph, site, readers), "gated": _gated(graph, site, readers)}
             sites.append(replace(site, **below, taker=taker, sole=sole, point=point, **above))
         elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
@@ -136,6 +142,10 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
 
 def _lean(graph: Graph, node: Node, readers: list[list[int]]) -> bool:
     return _is_point(node.layer) and max(readers[node.inputs[0]]) == node.index
+
+
+def _begins(graph: Graph, node: Node) -> bool:
+    return type(node.layer) is Conv2d and not node.layer.biased and not graph.nodes[node.inputs[0]].inputs
 
 
 def _is_point(conv: Layer) -> bool:

@@ -53,7 +53,7 @@ class BatchNorm2d(AffineNorm):
     accepts_unfinished = True  # for the statistics that may come with a finished one
     modes = ("training", "deferred", "lazy")
     # Modes of a fusion plan: whoever reads the output normalises it in a kernel of its own; the convolution below makes
-    # both its gradients of what this one's is made of.
+    # its gradients of what this one's is made of.
     deferred = False
     lazy = False
 
@@ -175,7 +175,10 @@ class BatchNorm2d(AffineNorm):
         facts = kept.x, kept.moments, weight, sums, kept.count
         under = kept.x, kept.moments, weight, bias, sums, kept.count  # an activation, which is made again
         if isinstance(dy, PooledGradient):
-            dx = self.ops.batch_norm_max_pool2d_backward(dy.array, dy.index, *facts, **dy.window)
+            left = NormGradient(dy, *facts)
+            if self.lazy and sums is not None and add is None:
+                return left
+            dx = left.finish(self.ops)
         elif isinstance(dy, TiledGradient) and dy.array is None:
             dx = self.ops.batch_norm_max_tiles_backward_apply(dy.dy, dy.add, *under, kernel=dy.window["kernel"])
         elif _owes_gate(dy):

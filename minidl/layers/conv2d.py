@@ -17,6 +17,7 @@ from minidl.value import (
     Normalized,
     NormGradient,
     Origin,
+    PooledGradient,
     SpacedGradient,
     Value,
     finished,
@@ -236,7 +237,11 @@ class Conv2d(_Convolution):
         kept = self.saved()
         if (weight := self.grad("weight")) is not None:
             options = {**self.geometry, "out": weight.view, "accumulate": not weight.first, "tf32": self.tf32}
-            if isinstance(dy, NormGradient) and self._makes_both(kept):
+            pooled = dy.dy if isinstance(dy, NormGradient) and isinstance(dy.dy, PooledGradient) else None
+            if pooled is not None and not self.needs_input_grad and not self.biased and hasattr(kept, "x"):
+                facts = pooled.array, pooled.index, *dy.facts, kept.x
+                self.ops.conv2d_backward_weight_pooled(*facts, pooling=pooled.window, **options)
+            elif isinstance(dy, NormGradient) and pooled is None and self._makes_both(kept):
                 self._backward_both(dy, kept, options)
             else:
                 # An input that was never written is made again.

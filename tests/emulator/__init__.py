@@ -77,6 +77,8 @@ _FUNCTIONS = {
     r"cvt\.rn\.bf16x2\.f32": "round_pair",
     r"cvt\.rn\.bf16\.f32": "round_one",
     r"cvt\.rn\.relu\.bf16x2\.f32": "round_rectified",
+    r"set\.eq\.u32\.f16x2": "equal_halves",
+    r"fma\.rn\.bf16x2": "fma_pair",
     r".*@wanted fma\.rn\.f32 %0, %0, %1, %2": "fma_where",
     r"rcp\.approx\.ftz\.f64": "inverse",
     r"rsqrt\.approx\.ftz\.f64": "inverse_root",

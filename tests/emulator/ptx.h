@@ -203,6 +203,8 @@ inline void turn_matrix(uint32_t& word) {
 inline float operand_value(uint64_t operand, bool across, int m, int k) {
     const uint32_t start = (operand & 0x3fff) << 4, block_bytes = (operand >> 16 & 0x3fff) << 4;
     const uint32_t group = (operand >> 32 & 0x3fff) << 4;
+    if (operand >> 62 == 0 && across)  // not swizzled: eight of the depth, 16 bytes each, one after the other
+        return from_bf16(read_by_engine<uint16_t>(start + m / 8 * group + m % 8 * 2 + k / 8 * block_bytes + k % 8 * 16));
     if (operand >> 62 != 1) fail("an operand that is not swizzled by 128 bytes");
     const uint32_t address = across ? start + m / 64 * block_bytes + k / 8 * group + k % 8 * 128 + m % 64 * 2
                                     : start + m / 8 * group + m % 8 * 128 + k * 2;
@@ -248,6 +250,13 @@ inline void await_products(int pending) {
 // ---- arithmetic
 
 inline void round_pair(uint32_t& pair, float high, float low) { pair = uint32_t(to_bf16(high)) << 16 | to_bf16(low); }
+inline void equal_halves(uint32_t& to, uint32_t a, uint32_t b) {  // of whole numbers
+    to = ((a ^ b) & 0xffff ? 0 : 0xffffu) | ((a ^ b) >> 16 ? 0 : 0xffff0000u);
+}
+inline void fma_pair(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) {
+    const auto one = [&](int by) { return fmaf(from_bf16(a >> by), from_bf16(b >> by), from_bf16(c >> by)); };
+    round_pair(to, one(16), one(0));
+}
 inline float rectified(float x) { return x != x || x > 0 ? x : 0.0f; }
 inline void round_rectified(uint32_t& pair, float high, float low) { round_pair(pair, rectified(high), rectified(low)); }
 inline void round_one(uint16_t& to, float x) { to = to_bf16(x); }

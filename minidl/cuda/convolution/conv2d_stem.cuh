@@ -26,12 +26,13 @@ DEVICE constexpr int row_length(int groups) { return (7 + (TILE_Q - 1) * STEP + 
 struct Image {
     int height, values;  // rows, and values of a row: width * CHANNELS
 
-    // Starts the copy of ROWS rows of LENGTH values from (row, value), where `value` is a multiple of eight.
-    template <int ROWS, int LENGTH>
-    __device__ __forceinline__ void copy(u32 to, const T* image, int row, int value) const {
+    // Starts the copy of ROWS rows of LENGTH values from (row, value), where `value` is a multiple of eight, by LANES
+    // threads.
+    template <int ROWS, int LENGTH, int LANES = THREADS>
+    __device__ __forceinline__ void copy(u32 to, const T* image, int row, int value, int thread = threadIdx.x) const {
         constexpr int VECTORS = LENGTH / VEC_X;
 #pragma unroll 4
-        for (int i = threadIdx.x; i < ROWS * VECTORS; i += THREADS) {
+        for (int i = thread; i < ROWS * VECTORS; i += LANES) {
             const int y = i / VECTORS, x = i % VECTORS * VEC_X;
             const bool inside = static_cast<u32>(row + y) < static_cast<u32>(height) &&
                                 static_cast<u32>(value + x) < static_cast<u32>(values);

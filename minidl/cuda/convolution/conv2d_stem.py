@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Mapping
 from math import gcd
 from typing import Any, NamedTuple
 
@@ -15,13 +16,15 @@ import numpy as np
 
 from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
+from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.device import HOPPER, DeviceRecord, current_device
+from minidl.cuda.hopper import BYTES, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.statistics import Parts
 from minidl.cuda.rows import ACCESS, DTYPE, address, rows, vector_width
 from minidl.precision import bfloat16, float32
-from minidl.shapes import ceil_div, round_up
+from minidl.shapes import Pair, ceil_div, round_up
 
 CHANNELS, KERNEL, STRIDE = 4, 11, 4  # at most
 # The same on every device, or tiles and with them the order of a sum would differ.
@@ -34,6 +37,9 @@ WEIGHT_WIDEST = 128
 WEIGHT_COLUMNS = 11  # fragments of columns of a warp, at most: with four of rows they fill its registers
 LINE_VALUES, LINE_ROWS = 32, 7  # on Hopper, values of a filter's row in a product; rows whose sums a thread can hold
 STAGES = 3  # of rows under way
+# The max pooling that a weight gradient can undo on its way; rows of its image under way, and stages of its gradient.
+POOLING: Mapping[str, Pair] = {"kernel": (3, 3), "stride": (2, 2), "padding": (1, 1), "dilation": (1, 1)}
+AHEAD, POOLED_STAGES, POOLED_THREADS = 3, (3, 4, 5, 6), 4 * THREADS
 PLACES = 132  # multiprocessors that a weight gradient is cut for: the same everywhere, so that sums are cut alike
 SHARING = 4  # fragments of pixels per load of a filter that is not held in registers
 HELD = 176  # registers that a warp may give to the filter
@@ -44,6 +50,7 @@ _FORWARD = struct(
     "",
     "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
 )
+_POOLING = struct("dz_pitch", "down across")
 _WEIGHT = struct(
     "dy_pitch",
     "strips chunk height values out_height out_width rows padding_h first shift strips_p strip_rows segments tiles_m "
@@ -116,6 +123,36 @@ def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bo
     launch(
         "conv2d_stem_weight", "conv2d_stem_weight_kernel", plan.grid, THREADS, *arrays, defines=plan.defines,
         shared=plan.shared,
+    )  # fmt: skip
+    sum_partials(partials, plan.size, out, accumulate)
+
+
+def makes_pooled(conv: Convolution, code: int, pooling: Mapping[str, Pair], device: DeviceRecord) -> bool:
+    """Whether `backward_weight_pooled` takes a convolution: where wgmma sums the gradient of its filters, of a multiple
+    of 16, and windows are those of `POOLING`."""
+    if not applies(conv, "backward_weight", code) or device.arch != HOPPER or not conv.images or pooling != POOLING:
+        return False
+    fits = undoes_pooling(conv.channels, conv.out_channels, conv.kernel, conv.stride)
+    return fits and conv.pixels < 2**31 and _in_lines(conv) is not None
+
+
+def undoes_pooling(channels: int, filters: int, kernel: Pair, stride: Pair) -> bool:
+    """Whether there is a kernel for `backward_weight_pooled`, if it `applies` and rows are no raggeder than tiles."""
+    return filters % 16 == 0 and _are_lines(channels, filters, kernel, stride)
+
+
+def backward_weight_pooled(
+    conv: Convolution, dz: Any, index: Any, y: Any, above: tuple[Any, ...], x: Any, out: Any, accumulate: bool
+) -> None:
+    """`backward_weight` of what ``batch_norm_max_pool2d_backward`` makes of dz, index, y and ``above``, its moments,
+    gamma, sums and count: the same bits, in one kernel. Where it `makes_pooled`."""
+    dz, index, y, x = aligned(as_rows(dz)), contiguous(index), aligned(contiguous(y)), contiguous(x)
+    pooled = dz.shape[1:3], rows(dz)[2]
+    plan, views = plan_pooled(conv, DTYPE[x.dtype], pooled, _row_vector(conv, x), current_device())
+    partials = empty((plan.size, out.size), float32)
+    launch(
+        "conv2d_stem_pooled", "conv2d_stem_pooled_kernel", plan.grid, POOLED_THREADS,
+        TensorMaps(views, (dz, index, y)), *above, x, partials, plan.problem, defines=plan.defines, shared=plan.shared,
     )  # fmt: skip
     sum_partials(partials, plan.size, out, accumulate)
 
@@ -312,14 +349,12 @@ def _in_lines(conv: Convolution) -> _Block | None:
     """For wgmma, as in conv2d_stem_weight_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows
     be ragged.
     """
+    if not _are_lines(conv.channels, conv.out_channels, conv.kernel, conv.stride):
+        return None
     across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
-    if GROUP % conv.stride[1] or conv.channels > GROUP // conv.stride[1] or conv.out_channels <= 32:
-        return None
-    if across * GROUP > LINE_VALUES or conv.kernel[0] > LINE_ROWS:
-        return None
 
     def shared(tile: _Geometry) -> int:
-        return tile.under_way(64) + tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
+        return tile.under_way(64) + _ring_of_lines(tile)
 
     groups = ceil_div(across * conv.stride[1] * conv.channels, GROUP)
     tile = _tile(conv, groups, 16, WEIGHT_WIDEST, shared, (1,))
@@ -328,6 +363,46 @@ def _in_lines(conv: Convolution) -> _Block | None:
     registers = conv.kernel[0] * LINE_VALUES // 2 + tile.columns // 4 + 64
     blocks = min(_blocks(registers), HOPPER_SHARED // (shared(tile) + 1024))
     return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
+
+
+def _are_lines(channels: int, filters: int, kernel: Pair, stride: Pair) -> bool:
+    """Whether windows start at multiples of 16 bytes, and a thread can hold the sums."""
+    if GROUP % stride[1] or channels > GROUP // stride[1] or filters <= 32:
+        return False
+    return ceil_div(kernel[1], stride[1]) * GROUP <= LINE_VALUES and kernel[0] <= LINE_ROWS
+
+
+def _ring_of_lines(tile: _Geometry) -> int:
+    return tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
+
+
+@functools.lru_cache(maxsize=256)
+def plan_pooled(
+    conv: Convolution, code: int, pooled: tuple[Pair, int], vector: int, device: DeviceRecord
+) -> tuple[StemPlan, Views]:
+    """The launch of conv2d_stem_pooled.cu, and its structure Maps: as `plan_weight` cuts the sums.
+
+    Args:
+        pooled: rows and columns of windows, and elements from one to the next.
+        vector: values per access to x.
+    """
+    plan, block = plan_weight(conv, code, conv.out_channels, (vector, ACCESS // 2), device), _in_lines(conv)
+    assert block is not None, "refused by makes_pooled"
+    tile, filters, ((down, across), pitch) = block.tile, conv.out_channels, pooled
+    beside = tile.columns // 2 + 1
+    windows = round_up(beside * block.tile_m * 2, 1024) + round_up(beside * block.tile_m, 1024)
+    fixed = _ring_of_lines(tile) + AHEAD * tile.new * tile.length * 2
+    sizes = {n: fixed + n * (tile.columns * block.tile_m * 2 + 32) + (n // 2 + 3) * windows for n in POOLED_STAGES}
+    stages = max(n for n, size in sizes.items() if size + 1024 <= device.shared_per_block)
+
+    def image(code: int, itemsize: int, pitch: int) -> View:
+        step = pitch * itemsize
+        box = block.tile_m, beside, 1, 1
+        return View(code, (filters, across, down, conv.images), (step, step * across, step * across * down), box)
+
+    y = View(code, (filters, conv.pixels), (filters * 2,), (block.tile_m, tile.columns))
+    views = Views((image(code, 2, pitch), 0), (image(BYTES, 1, filters), 1), (y, 2))
+    return plan._replace(defines=plan.defines | {"STAGES": stages}, shared=sizes[stages]), views
 
 
 @functools.lru_cache(maxsize=256)

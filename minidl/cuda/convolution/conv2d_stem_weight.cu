@@ -31,78 +31,7 @@
 // FLOP: 2 * pixels * K * KERNEL_H * KERNEL_W * CHANNELS, and as much again for the padding as the groups say.
 // Bytes: dy once per column tile, x once per row and column tile and strip; 4 * chunks * |dw| twice.
 // Reference: Chetlur et al., "cuDNN: efficient primitives for deep learning", 2014.
-#include "conv2d_stem.cuh"
-
-struct Problem {
-    i64 dy_pitch;
-    int strips, chunk;   // in all, and in a chunk
-    int height, values;  // of x: rows, values of a row
-    int out_height, out_width, rows;
-    int padding_h;
-    int first, shift;    // first value of the leftmost strip's rows, and where the first window starts from there
-    int strips_p, strip_rows, segments;  // strips of an image one below the other, their rows, and side by side
-    int tiles_m, tiles_n;
-};
-
-constexpr int DEPTHS = TILE_Q / 16;  // products of 16 pixels in a row of a strip
-constexpr int NEW = STRIDE_H < KERNEL_H ? STRIDE_H : KERNEL_H;
-constexpr int WARMUP = (KERNEL_H - 1) / NEW;
-constexpr int RING = KERNEL_H + NEW;
-
-DEVICE int pixel_row(int i);  // where pixel i of sixteen stands in the depth
-
-// The steps of a chunk, one after the other: WARMUP and strip_rows of each strip.
-struct Cursor {
-    const Problem& problem;
-    int strip, image, p, q;  // the row of the output, and its first column
-    int left;                // rows of the strip from here on
-
-    __device__ __forceinline__ Cursor(const Problem& problem, int strip) : problem(problem), strip(strip) { enter(); }
-
-    __device__ __forceinline__ void enter() {
-        const int column = strip / problem.strips_p;
-        p = (strip - column * problem.strips_p) * problem.strip_rows - WARMUP;
-        image = column / problem.segments;
-        q = (column - image * problem.segments) * TILE_Q;
-        left = problem.strip_rows + WARMUP;
-    }
-
-    __device__ __forceinline__ void advance() {
-        ++p;
-        if (--left == 0) ++strip, enter();
-    }
-
-    // Pixels of this row that are to be summed.
-    __device__ __forceinline__ int pixels() const {
-        return left <= problem.strip_rows && p < problem.out_height ? min(TILE_Q, problem.out_width - q) : 0;
-    }
-};
-
-// dy of one row: TILE_Q pixels of TILE_M channels, chunks of 16 bytes permuted as ldmatrix wants them.
-struct Gradient {
-    static constexpr int PITCH = TILE_M * 2;
-    static constexpr int BYTES = TILE_Q * PITCH;
-
-    static __device__ __forceinline__ int offset(int row, int channel) {
-        const int twist = TILE_M == 64 ? row % 8 : row / 2 % 4;
-        return row * PITCH + ((channel / 8 ^ twist) * 16) + channel % 8 * 2;
-    }
-
-    // `from`: the row's first pixel and this block's first channel.
-    static __device__ __forceinline__ void copy(u32 to, const T* from, i64 pitch, int pixels, int channels) {
-        constexpr int VECTORS = TILE_M / VEC_DY;
-        constexpr int LANES = THREADS / VECTORS, EACH = (TILE_Q + LANES - 1) / LANES;  // pixels side by side, of a thread
-        const int channel = threadIdx.x % VECTORS * VEC_DY, first = threadIdx.x / VECTORS;
-        if (channel >= channels) pixels = 0;
-        from += first * pitch + channel;
-#pragma unroll 8
-        for (int u = 0; u < EACH; ++u, from += LANES * pitch) {
-            const int i = first + u * LANES;
-            if (TILE_Q % LANES == 0 || i < TILE_Q)
-                copy_values<VEC_DY>(to + offset(i / 16 * 16 + pixel_row(i % 16), channel), from, i < pixels);
-        }
-    }
-};
+#include "conv2d_stem_weight.cuh"
 
 #if WARPGROUP
 #include "conv2d_stem_weight_lines.cuh"
@@ -120,39 +49,29 @@ conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, flo
     unsigned char* const ring = stages + STAGES * Gradient::BYTES;
     unsigned char* const rows = ring + RING * ROW_BYTES;
 
-    u32 block = blockIdx.x;
-    const u32 columns = block % p.tiles_n;
-    block /= p.tiles_n;
-    const int first_row = block % p.tiles_m * TILE_M;
-    const int chunk = block / p.tiles_m;
-    const int first_strip = chunk * p.chunk;
-    const int steps = min(p.chunk, p.strips - first_strip) * (p.strip_rows + WARMUP);
+    const Place place(p);
+    const int steps = min(p.chunk, p.strips - place.first_strip) * (p.strip_rows + WARMUP);
 
     // The rows of x travel one step ahead of dy: they are rewritten while the step before is multiplied.
-    Cursor next(p, first_strip);
-    const Image image{p.height, p.values};
-    const auto copy_rows = [&](int stage) {
-        image.copy<NEW, LENGTH>(shared_address(rows) + stage * ROWS_BYTES, x + i64(next.image) * p.height * p.values,
-                                next.p * STRIDE_H - p.padding_h + KERNEL_H - NEW, next.q * STEP + p.first);
-    };
+    Cursor next(p, place.first_strip);
     int copied = 0;
     const auto copy = [&] {
         const int stage = copied % STAGES;
         const int pixels = next.pixels();
         if (threadIdx.x == 0) counts[stage] = pixels;
         if (pixels) {
-            const i64 pixel = (i64(next.image) * p.out_height + next.p) * p.out_width + next.q;
-            Gradient::copy(shared_address(stages) + stage * Gradient::BYTES, dy + pixel * p.dy_pitch + first_row,
-                           p.dy_pitch, pixels, p.rows - first_row);
+            Gradient::copy(shared_address(stages) + stage * Gradient::BYTES,
+                           dy + next.pixel() * p.dy_pitch + place.first_row, p.dy_pitch, pixels,
+                           p.rows - place.first_row);
         }
         if (++copied < steps) {
             next.advance();
-            copy_rows(copied % STAGES);
+            copy_rows<LENGTH>(shared_address(rows) + copied % STAGES * ROWS_BYTES, x, next);
         }
         commit_copies();
     };
 
-    copy_rows(0);
+    copy_rows<LENGTH>(shared_address(rows), x, next);
     commit_copies();
     for (int step = 0; step < STAGES - 1; ++step) {
         if (step < steps) copy();
@@ -160,7 +79,7 @@ conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, flo
     }
     await_copies<STAGES - 1>();
     __syncthreads();
-    Product product(stages, ring, p.shift, columns);
+    Product product(stages, ring, p.shift, place.columns);
     int slot = KERNEL_H - NEW;  // of the ring, where the next new rows go
     rewrite(ring, rows, slot, p.shift);
 
@@ -179,6 +98,5 @@ conv2d_stem_weight_kernel(const T* __restrict__ dy, const T* __restrict__ x, flo
         stage = next_stage;
     }
     await_copies<0>();
-    float* const to = partials + (i64(chunk) * p.rows + first_row) * (KERNEL_H * WINDOW);
-    product.leave(shared, to, p.rows - first_row, columns);
+    product.leave(shared, place.in(partials, p), p.rows - place.first_row, place.columns);
 }

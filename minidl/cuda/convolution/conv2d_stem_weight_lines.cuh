@@ -29,12 +29,14 @@ DEVICE int pixel_row(int i) { return i; }
 // each, one after the other, the next eight 128 bytes and the next eight columns 16 bytes further.
 DEVICE u64 windows_from(u32 address) { return u64((address & 0x3ffff) >> 4) | u64(128 >> 4) << 16 | u64(16 >> 4) << 32; }
 
-// Rewrites NEW rows of LENGTH values, whose first window begins at `shift`, as lines, from row `slot` of the ring on.
-DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, int shift) {
-    constexpr int EACH = (NEW * LINE + THREADS - 1) / THREADS;
+// Rewrites NEW rows of LENGTH values, whose first window begins at `shift`, as lines, from row `slot` of the ring on, by
+// LANES threads.
+template <int LANES = THREADS>
+DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, int shift, int thread = threadIdx.x) {
+    constexpr int EACH = (NEW * LINE + LANES - 1) / LANES;
 #pragma unroll
     for (int u = 0; u < EACH; ++u) {
-        const int i = threadIdx.x + u * THREADS;
+        const int i = thread + u * LANES;
         if (i >= NEW * LINE) break;
         const int row = i / LINE, group = i % LINE, place = slot + row < RING ? slot + row : slot + row - RING;
         const u16* const from = reinterpret_cast<const u16*>(rows) + row * LENGTH + shift + group * STEP;
@@ -62,35 +64,56 @@ struct Product {
             for (float& value : sum[r]) value = 0.0f;
         lines = shared_address(ring);
         const int lane = threadIdx.x % 32;
-        const int own = threadIdx.x / 32 * 32;  // bytes to this warp's rows
+        const int own = threadIdx.x % THREADS / 32 * 32;  // bytes to this warp's rows
         gradients = shared_address(stages) + (Gradient::offset(lane % 8 + lane / 16 * 8, lane / 8 % 2 * 8) ^ own);
+    }
+
+    // The operands of a row of dy, in the unit's hands from `start` until the wait for its group and `settle`.
+    struct Row {
+        u32 a[DEPTHS][4];
+
+        __device__ __forceinline__ void settle() {
+#pragma unroll
+            for (int i = 0; i < DEPTHS; ++i)
+#pragma unroll
+                for (u32& word : a[i]) asm volatile("" : "+r"(word));
+        }
+    };
+
+    // Starts the products of a stage's row, a group.
+    __device__ __forceinline__ void start(Row& row, int stage) {
+        const u32 from = gradients + stage * Gradient::BYTES;
+#pragma unroll
+        for (int i = 0; i < DEPTHS; ++i) load_matrices_transposed(row.a[i], from + i * 16 * Gradient::PITCH);
+        u64 windows[KERNEL_H];
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r)
+            windows[r] = windows_from(lines + (first + r < RING ? first + r : first + r - RING) * ROW_BYTES);
+        product_fence();
+#pragma unroll
+        for (int i = 0; i < DEPTHS; ++i)
+#pragma unroll
+            for (int r = 0; r < KERNEL_H; ++r)
+                multiply<true>(sum[r], row.a[i], windows[r] + operand_step(i * 256), 1);
+        commit_products();
+    }
+
+    // After the wait for all groups.
+    __device__ __forceinline__ void settle_sums() {
+#pragma unroll
+        for (int r = 0; r < KERNEL_H; ++r) settle(sum[r]);
     }
 
     // A row of dy, if it has `pixels`, while `meanwhile` is done.
     template <class Work>
     __device__ __forceinline__ void take(int stage, int pixels, Work meanwhile) {
         if (!pixels) return meanwhile();
-        const u32 from = gradients + stage * Gradient::BYTES;
-        u32 a[DEPTHS][4];
-#pragma unroll
-        for (int i = 0; i < DEPTHS; ++i) load_matrices_transposed(a[i], from + i * 16 * Gradient::PITCH);
-        product_fence();
-#pragma unroll
-        for (int i = 0; i < DEPTHS; ++i)
-#pragma unroll
-            for (int r = 0; r < KERNEL_H; ++r) {
-                const int row = first + r < RING ? first + r : first + r - RING;
-                multiply<true>(sum[r], a[i], windows_from(lines + row * ROW_BYTES + i * 256), 1);
-            }
-        commit_products();
+        Row row;
+        start(row, stage);
         meanwhile();
         await_products<0>();
-#pragma unroll
-        for (int r = 0; r < KERNEL_H; ++r) settle(sum[r]);
-#pragma unroll
-        for (int i = 0; i < DEPTHS; ++i)  // they have been the unit's, too
-#pragma unroll
-            for (u32& word : a[i]) asm volatile("" : "+r"(word));
+        settle_sums();
+        row.settle();
     }
 
     __device__ __forceinline__ void advance() { first = first + NEW < RING ? first + NEW : first + NEW - RING; }
@@ -102,7 +125,7 @@ struct Product {
         for (int r = 0; r < KERNEL_H; ++r)
 #pragma unroll
             for (int i = 0; i < VALUES / 2; ++i) {
-                const int row = threadIdx.x / 32 * 16 + i / 2 % 2 * 8 + lane / 4;
+                const int row = threadIdx.x % THREADS / 32 * 16 + i / 2 % 2 * 8 + lane / 4;
                 const int value = i / 4 * 8 + lane % 4 * 2 + i % 2, pixel = value / WIDE, channel = value % WIDE;
                 if (row < rows && pixel < KERNEL_W && channel < CHANNELS)
                     to[(row * KERNEL_H + r) * WINDOW + pixel * CHANNELS + channel] = sum[r][i];
