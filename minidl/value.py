@@ -196,13 +196,14 @@ class MaskedGradient:
             gradient (`summands`), with no mask and nothing owed where ``relu`` is empty, too.
         other: the second batch norm below a sum, if nobody has taken its sums yet: whoever reads the gradient anyway,
             the first one, may, and leave them as ``norm`` and ``parts``.
+        further: the name of that one and the parts of its sums, where the convolution has taken them, too.
     """
 
-    __slots__ = ("array", "dy", "function", "norm", "other", "parts", "relu", "term", "y")
+    __slots__ = ("array", "dy", "function", "further", "norm", "other", "parts", "relu", "term", "y")
 
     def __init__(self, dy: Any, *, y: Any = None, term: Normalized | None = None, function: Function = RELU):
         self.dy, self.y, self.term, self.function, self.array = dy, y, term, function, None
-        self.relu, self.norm, self.parts, self.other = "", "", None, None
+        self.relu, self.norm, self.parts, self.other, self.further = "", "", None, None, ("", None)
 
     @classmethod
     def masked(
@@ -213,6 +214,12 @@ class MaskedGradient:
         gradient.array, gradient.relu, gradient.norm, gradient.parts = array, relu, norm, parts
         gradient.other = other
         return gradient
+
+    def parts_of(self, norm: str) -> Any:
+        """The parts of a batch norm's sums, None where nobody has taken them."""
+        if self.norm == norm:
+            return self.parts
+        return self.further[1] if self.further[0] == norm else None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ import pytest
 
 from minidl.precision import bfloat16, float32
 from tests.convolutions import CASES as ALL
-from tests.convolutions import SIXTEEN, cases, each_tile, pitched, poison, put
+from tests.convolutions import SIXTEEN, Case, cases, each_tile, pitched, poison, put
 from tests.test_batch_norm_ops import signs_of
 from tests.test_conv2d_families import CASES, FEW
 from tests.tolerance import assert_close, draw
@@ -58,6 +58,51 @@ def check(ops, case, *hosts):
         assert_close(row, terms.sum(0), float32, terms=len(g), scale=scale)
         assert_close(ops.to_host(gradient), row, float32, scale=scale)
     return ops.to_host(found).tobytes(), sums.tobytes()
+
+
+def check_pair(ops, case, hosts, other):
+    """Sums for two batch norms, beside what `check` finds for the first; ``other``: input and moments of the second."""
+    dy, w, add, x, moments, gamma, beta, y = (None if h is None else ops.from_host(h) for h in hosts)
+    norm, options = (moments, gamma, beta), {"y": y, "add": add, **case.options}
+    if ops.name == "cuda":
+        options["signs"] = ops.from_host(signs_of(hosts[-1]))
+    alone, first = ops.conv2d_backward_data_masked(dy, w, x, *norm, **options)
+    held = put(ops, *other)
+    found, parts = ops.conv2d_backward_data_masked(dy, w, x, *norm, **options, other=held)
+    assert ops.to_host(found).tobytes() == ops.to_host(alone).tobytes()
+    assert ops.to_host(parts[0]).tobytes() == ops.to_host(first).tobytes()
+    sums = ops.to_host(ops.batch_norm_backward_sums(parts[1], held[1]))
+    g = ops.to_host(found).astype(np.float64).reshape(-1, case.x[3])
+    centred = (other[0].astype(np.float64).reshape(g.shape) - other[1][0]) * other[1][1]
+    for row, terms in zip(sums, (g, g * centred), strict=True):
+        assert_close(row, terms.sum(0), float32, terms=len(g), scale=np.abs(terms).max(initial=0.0))
+
+
+def other_norm(rng, case, storage):
+    """Input and moments of a second batch norm below."""
+    moments = np.stack([rng.standard_normal(case.x[3]), rng.uniform(0.5, 2, case.x[3])]).astype(np.float32)
+    return draw(rng, case.x, storage, offset=-0.4), moments
+
+
+PAIRS = [
+    Case("1x1", (2, 9, 11, 64), (128, 1, 1)),
+    Case("1x1-few-channels", (3, 7, 5, 24), (40, 1, 1)),
+    Case("1x1-several-columns", (2, 12, 13, 264), (72, 1, 1)),
+]
+
+
+@SIXTEEN
+@pytest.mark.parametrize("added", [False, True], ids=["alone", "added"])
+@cases(PAIRS)
+def test_sums_for_two_batch_norms(ops, case, storage, added, rng):
+    if ops.name == "cuda":
+        w = ops.empty(case.w, storage)
+        if not ops.conv2d_takes_pair(case.x, w, **case.options):
+            pytest.skip("needs compute capability 9.0")
+        large = Case("3x3", (2, 9, 11, 64), (64, 3, 3), padding=(1, 1))
+        assert not ops.conv2d_takes_pair(large.x, ops.empty(large.w, storage), **large.options)
+    hosts = operands(rng, case, storage, True, added)
+    check_pair(ops, case, hosts, other_norm(rng, case, storage))
 
 
 @KINDS

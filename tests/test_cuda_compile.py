@@ -84,6 +84,10 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=0) -> 
         assert masked.shape == x.shape
         if parts is not None:
             assert ops.batch_norm_backward_sums(parts, moments, dbeta=input_bias).shape == moments.shape
+    if x.dtype != float32 and ops.conv2d_takes_pair(x.shape, w, **where):
+        pair = {"y": x, "signs": signs, "other": (x, moments), "add": half}
+        parts = ops.conv2d_backward_data_masked(dy, w, x, moments, input_bias, **pair, **where)[1]
+        assert parts.shape[0] == parts.shape[2] == 2
     facts = ops.empty((2, filters), np.float32), bias, bias
     assert ops.conv2d_backward_data_masked(x, w, y, *facts, transposed=True, **where)[0].shape == y.shape
     ops.conv2d_backward_weight(dy, x, out=ops.empty(w.shape, np.float32), **where)

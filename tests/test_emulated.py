@@ -29,7 +29,7 @@ from tests.convolutions import (
     three_expected,
 )
 from tests.reference import conv2d as reference
-from tests.test_conv2d_masked import check, operands
+from tests.test_conv2d_masked import PAIRS, check, check_pair, operands, other_norm
 from tests.tolerance import draw_integers
 
 CASES = [
@@ -76,6 +76,14 @@ def test_statistics_on_the_way(emulated, case, rng):
 @cases(FEW)
 def test_masks_and_sums_on_the_way(emulated, case, joined, added, rng):
     check(emulated, case, *operands(rng, case, bfloat16, joined, added))
+
+
+@pytest.mark.parametrize("added", [False, True])
+@cases(PAIRS)
+def test_sums_for_two_batch_norms_on_the_way(emulated, case, added, rng):
+    assert emulated.conv2d_takes_pair(case.x, emulated.empty(case.w, bfloat16), **case.options)
+    check_pair(emulated, case, operands(rng, case, bfloat16, True, added), other_norm(rng, case, bfloat16))
+    assert "conv2d_hopper_kernel" in emulated.kernels
 
 
 @cases(FEW)

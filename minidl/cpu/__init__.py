@@ -55,6 +55,7 @@ from minidl.cpu.conv2d import (
     conv2d_makes_both,
     conv2d_makes_join,
     conv2d_stats,
+    conv2d_takes_pair,
 )
 from minidl.cpu.csb import csb_expand, csb_matmul, csb_pick, csb_sampled
 from minidl.cpu.csb_conv2d import csb_conv2d, csb_conv2d_backward_data, csb_conv2d_backward_weight

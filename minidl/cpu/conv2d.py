@@ -211,10 +211,17 @@ def conv2d_backward_data_summed(
     return dx if mask is None else relu_backward(dx, mask), None
 
 
+def conv2d_takes_pair(
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+) -> bool:
+    """Whether a kernel takes sums for two batch norms in `conv2d_backward_data_masked`: a GPU's may."""
+    return False
+
+
 def conv2d_backward_data_masked(
     dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
-    y: Array | None = None, signs: None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    add: Array | None = None, transposed: bool = False, tf32: bool = False,
+    y: Array | None = None, signs: None = None, other: tuple[Array, Array] | None = None, stride: Pair, padding: Pair,
+    dilation: Pair, groups: int, add: Array | None = None, transposed: bool = False, tf32: bool = False,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
 
@@ -222,6 +229,7 @@ def conv2d_backward_data_masked(
         x, moments, gamma, beta: of the batch norm.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         signs: None; GPUs have them of ``y``.
+        other: input and moments of another batch norm under the same sum, whose sums are then the second of two.
         transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -231,7 +239,8 @@ def conv2d_backward_data_masked(
     else:
         dx = conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32)
     dx = relu_backward(dx, batch_norm_apply(x, moments, gamma, beta, relu=True) if y is None else y)
-    return dx, batch_norm_backward_stats(dx, x, moments)
+    sums = batch_norm_backward_stats(dx, x, moments)
+    return dx, sums if other is None else np.stack([sums, batch_norm_backward_stats(dx, *other)])
 
 
 def conv2d_makes_both(

@@ -33,6 +33,7 @@ from minidl.cuda.convolution.conv2d import (
     conv2d_backward_data_summed,
     conv2d_backward_weight,
     conv2d_stats,
+    conv2d_takes_pair,
 )
 from minidl.cuda.convolution.conv2d_both import conv2d_backward_both, conv2d_makes_both
 from minidl.cuda.convolution.conv2d_join import conv2d_join, conv2d_makes_join

@@ -156,8 +156,8 @@ class BatchNorm2d(AffineNorm):
             kept.sums = ops.batch_norm_max_tiles_backward_stats(*facts, **kernel, **gradients)
         elif isinstance(dy, PooledGradient) and dy.array is None:
             kept.sums, dy.array = ops.batch_norm_join_backward_stats(dy.dy, dy.y, dy.largest, moments, **gradients)
-        elif isinstance(dy, MaskedGradient) and dy.norm == self.name:
-            kept.sums = ops.batch_norm_backward_sums(dy.parts, moments, **gradients)
+        elif isinstance(dy, MaskedGradient) and (parts := dy.parts_of(self.name)) is not None:
+            kept.sums = ops.batch_norm_backward_sums(parts, moments, **gradients)
         elif not _owes_mask(dy):
             kept.sums = ops.batch_norm_backward_stats(finished(ops, dy), x, moments, **gradients)
         elif dy.term is not None:

@@ -100,14 +100,26 @@ class _Convolution(Layer):
         """The input's gradient, masked and summed for what `_below` kept where a kernel does this on the way."""
         relu, norm, sole, affine = kept.below
         output = {} if sole else {"y": kept.x, "signs": kept.signs}
+        other, further = None, ("", None)
+        if hasattr(kept, "other"):
+            other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
+            if kept.signs is not None and self._takes_pair(kept):
+                output["other"] = other.raw, other.moments
         dx, parts = self.ops.conv2d_backward_data_masked(
             dy, self.params["weight"], kept.raw, kept.moments, *affine, **output, **self.geometry, tf32=self.tf32,
             **options,
         )  # fmt: skip
-        other = None
-        if hasattr(kept, "other"):
-            other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
-        return dx if parts is None else MaskedGradient.masked(dx, relu, norm, parts, other)
+        if "other" in output:
+            further, parts, other = (kept.other, parts[1]), parts[0], None
+        if parts is None:
+            return dx
+        gradient = MaskedGradient.masked(dx, relu, norm, parts, other)
+        gradient.further = further
+        return gradient
+
+    def _takes_pair(self, kept: Any) -> bool:
+        """Whether a kernel takes the sums of both batch norms below a sum."""
+        return False
 
     def _backward_bias(self, dy: Any) -> None:
         if (bias := self.grad("bias")) is not None:
@@ -248,6 +260,9 @@ class Conv2d(_Convolution):
                 x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
                 self.ops.conv2d_backward_weight(finished(self.ops, dy), x, norm=norm, **options)
         self._backward_bias(dy)
+
+    def _takes_pair(self, kept: Any) -> bool:
+        return self.ops.conv2d_takes_pair(kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def _makes_both(self, kept: Any) -> bool:
         """Whether a kernel makes both gradients of what a batch norm above has left to do: the input's as it is, or

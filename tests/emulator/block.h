@@ -101,6 +101,7 @@ inline std::mt19937 random_numbers;
 inline std::map<uint32_t, Barrier> barriers;
 inline std::map<int, Meeting> meetings;  // of warps, then of named barriers
 inline std::vector<Work> copies;         // on their way
+inline std::vector<Work> slow;           // those of them that come when nothing goes on without
 inline bool unfenced[SHARED];
 inline int64_t progress;
 inline bool between;  // the fibers' turns, where the scheduler itself is at work
@@ -225,7 +226,7 @@ inline void enter() {
 }
 
 inline void start_block() {
-    barriers.clear(), meetings.clear(), copies.clear();
+    barriers.clear(), meetings.clear(), copies.clear(), slow.clear();
     memset(shared_memory, 0xff, sizeof shared_memory);  // NaN
     memset(unfenced, 0, sizeof unfenced);
     for (int i = 0; i < threads; ++i) {
@@ -240,8 +241,21 @@ inline void start_block() {
     }
 }
 
+// Lets one of these copies come.
+inline void come(std::vector<Work>& some) {
+    const size_t i = random_numbers() % some.size();
+    const Work copy = some[i];
+    some.erase(some.begin() + int64_t(i));
+    between = true;
+    try {
+        copy(), ++progress;
+    } catch (Failed) {
+    }
+    between = false;
+}
+
 // Goes round the warps, one of which is late for a while so that all others wait for it, and lets copies come, now and
-// then.
+// then, a few of them not before everybody waits.
 inline void run_block() {
     start_block();
     const int warps = (threads + WARP - 1) / WARP;
@@ -259,17 +273,15 @@ inline void run_block() {
             swapcontext(&scheduler, &fibers[next].context);
         }
         while (!copies.empty() && random_numbers() % 3) {
-            const size_t i = random_numbers() % copies.size();
-            const Work copy = copies[i];
-            copies.erase(copies.begin() + int64_t(i));
-            between = true;
-            try {
-                copy(), ++progress;
-            } catch (Failed) {
+            if (random_numbers() % 8) {
+                come(copies);
+            } else {
+                slow.push_back(copies.back());
+                copies.pop_back();
             }
-            between = false;
         }
         idle = progress == last ? idle + 1 : 0, last = progress;
+        if (idle > 20 && !slow.empty()) come(slow);
         if (idle > PATIENCE) snprintf(failure, sizeof failure, "block %u: %d threads wait for ever", block, left);
     }
 }

@@ -313,6 +313,19 @@ def _masks(question: Question, choice: Choice) -> bool:
     return conv2d_hopper.masks(conv, code, choice, backward)
 
 
+def conv2d_takes_pair(
+    x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    tf32: bool = False,
+) -> bool:  # fmt: skip
+    """Whether `conv2d_backward_data_masked` takes sums for two batch norms."""
+    who = "conv2d_takes_pair"
+    conv = convolution(who, x_shape, w.shape, stride, padding, dilation, groups)
+    question = Question("backward_data", conv, dtype_code(w, who), tf32)
+    choice = _choose(who, question)
+    taken = bool(conv.images) and _masks(question, choice)
+    return taken and conv2d_hopper.takes_pair(conv, question.code, choice)
+
+
 def conv2d_backward_data_masked(
     dy: Any,
     w: Any,
@@ -323,6 +336,7 @@ def conv2d_backward_data_masked(
     *,
     y: Any = None,
     signs: Any = None,
+    other: tuple[Any, Any] | None = None,
     stride: Pair,
     padding: Pair,
     dilation: Pair,
@@ -337,12 +351,14 @@ def conv2d_backward_data_masked(
         x, moments, gamma, beta: of the batch norm, as of ``batch_norm_activate_backward_stats``; ``x`` as the result.
         y: the ReLU's output where it is not ``relu(batch_norm_apply(x, moments, gamma, beta))``.
         signs: of ``y`` if ``batch_norm_join`` left them: read instead of it where the kernel can.
+        other: input and moments of another batch norm under the same sum; with ``signs``, where `conv2d_takes_pair`.
         transposed: the gradient of a transposed convolution instead, ``conv2d(dy, w)``; without ``add``.
         add, and the others: as in `conv2d_backward_data`.
 
     Returns:
         The gradient where the ReLU's output was positive, else 0, and for ``batch_norm_backward_sums`` the parts of the
-        batch norm's sums; or the gradient as it is and None, where no kernel does this on the way.
+        batch norm's sums, with ``other`` of both, one behind the other; or the gradient as it is and None, where no
+        kernel does this on the way.
     """
     who = "conv2d_backward_data_masked"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -354,9 +370,11 @@ def conv2d_backward_data_masked(
     check_alike(who, x, y=y)
     if signs is not None:
         check_signs(signs, x)
+    if other is not None:
+        check_alike(who, x, other=other[0])
     choice = _choose(who, question)
     if x.size and _masks(question, choice):
-        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs)
+        dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs, other)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx
         return dx, conv2d_hopper.masked_gradient(conv, code, *arrays, choice, not transposed)
     if transposed:

@@ -136,10 +136,12 @@ struct Tally {
 // with x the batch norm's input, sum g and sum g*(x - mean) of each column are taken on the way; without one sum g.
 struct Below {
     const float *moments, *gamma, *beta;  // (2, columns): mean and rstd; (columns,) or null
+    const float* other;                   // moments of another batch norm under the same sum, for a PAIR
 };
-constexpr bool SIGNED = MASKED == 4;       // of the ReLU's output its signs are read (signs.cuh)
-constexpr int SIGN_CHUNK = 16;             // bytes of a row of signs that the engine moves at least
-constexpr int READ = MASKED == 2 ? 2 : 1;  // arrays of T that are read for it
+constexpr bool PAIR = MASKED == 5;            // sum g and sum g*(x - mean) of two batch norms
+constexpr bool SIGNED = MASKED == 4 || PAIR;  // of the ReLU's output its signs are read (signs.cuh)
+constexpr int SIGN_CHUNK = 16;                // bytes of a row of signs that the engine moves at least
+constexpr int READ = MASKED == 2 || PAIR ? 2 : 1;  // arrays of T that are read for it
 
 // The byte from which on the engine fetches the signs of columns from `column` on, and where in a row their first is.
 DEVICE int first_signs(int column) { return column / 8 / SIGN_CHUNK * SIGN_CHUNK; }
@@ -148,6 +150,7 @@ DEVICE int signs_within(int column) { return column / 8 % SIGN_CHUNK; }
 #if DTYPE
 struct Masking {
     float mean[2], scale[2], shift[2], sum[2], product[2];
+    float other_product[2];  // of a PAIR
 
     __device__ __forceinline__ Masking() {}
     __device__ __forceinline__ Masking(const Below& below, int column, int columns) {
@@ -159,6 +162,7 @@ struct Masking {
             const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
             const bool there = at < columns;
             mean[j] = there ? below.moments[at] : 0.0f;
+            other_product[j] = 0.0f;
             if constexpr (MASKED == 1) {
                 scale[j] = there ? below.moments[columns + at] : 0.0f;
                 scale[j] *= there && below.gamma ? below.gamma[at] : 1.0f;
@@ -239,11 +243,45 @@ struct Masking {
         store_matrices<true>(slab, gradients);
     }
 
+    // Of BYTES of a slab that is masked, from `column` on, what the other batch norm wants, whose x lies as it does. (By a
+    // loop of its own: where two blocks share a multiprocessor, registers lack for both.)
+    template <int BYTES, int UNROLL>
+    __device__ __forceinline__ void take_other(u32 slab, u32 x, const Below& below, int column, int columns) {
+        float other_mean[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u32 thread = thread_again();
+            const int at = column + int(thread / 32 * 16 + j * 8 + thread % 32 / 4);
+            other_mean[j] = at < columns ? below.other[at] : 0.0f;
+        }
+#pragma unroll UNROLL
+        for (int k = 0; k < BYTES; k += 16 * 128) {
+            u32 gradients[4], inputs[4];
+            load_matrices<true>(gradients, slab + k);
+            load_matrices<true>(inputs, x + k);
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float g[2], v[2];
+                unpack_word(gradients[i], g);
+                unpack_word(inputs[i], v);
+#pragma unroll
+                for (int e = 0; e < 2; ++e)
+                    other_product[i / 2] = fmaf(g[e], v[e] - other_mean[i / 2], other_product[i / 2]);
+            }
+        }
+    }
+
     // This lane's share of both sums.
     __device__ __forceinline__ float result() {
 #pragma unroll
         for (int j = 0; j < 2; ++j) sum[j] = sum_columns(sum[j]), product[j] = sum_columns(product[j]);
         return ColumnShare().pick(sum, product);
+    }
+    // Then, of the other batch norm's.
+    __device__ __forceinline__ float other_result() {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) other_product[j] = sum_columns(other_product[j]);
+        return ColumnShare().pick(sum, other_product);
     }
 };
 #endif

@@ -28,7 +28,8 @@
 // read beside x. Both are of the output's shape and seen as `add` is. For the batch norm's backward pass sums of g and
 // of g*(x - mean) over these rows go to partial (patches, 2, columns). 3: of a ReLU without a batch norm, of which
 // y alone is read; sums as with STATISTICS. 4: as 2, but of y its signs are read (signs.cuh), once for a tile, bytes
-// that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it.
+// that are seen as `add` is; boxes of them begin at multiples of 16 bytes, as the engine wants it. 5: as 4, where the
+// sum below the ReLU is of two batch norms: the other one's input is read, too, and its sums go to other_partial.
 //
 // NORMALIZED, of a forward pass: the source is the input of a batch norm with a ReLU over it, which conv2d_input.cuh
 // puts in between: rows reach the units through registers, in which what a chunk of channels needs stays over all taps.
@@ -109,7 +110,7 @@ struct Maps {
     TensorMap filter;
     TensorMap source[CLASSES], output[CLASSES], add[CLASSES];
 #if MASKED
-    TensorMap below[READ + SIGNED][CLASSES];  // x, and y if it is read, or its signs; or y alone
+    TensorMap below[READ + SIGNED][CLASSES];  // x, and y if it is read, or another x, or signs; or y alone
 #endif
 };
 
@@ -317,11 +318,11 @@ DEVICE void leave_sums(const Place& place, const Tile& tile, const Found& found,
 
 template <class Sums>
 DEVICE void write(Output& output, const Tile& tile, const Sums& sum, const float* bias, float* partial,
-                  const Below& below, Ring<STAGES>& ring) {
+                  float* other_partial, const Below& below, Ring<STAGES>& ring) {
     const Place& place = output.place;
     constexpr int LAST = BLOCKS - 1;  // of the slabs of one range of columns
     constexpr int TAKEN = 2;  // times 16 rows at once
-    Found found;
+    Found found, other;
     Tally tally;
 #if MASKED
     Masking masking;
@@ -352,9 +353,12 @@ DEVICE void write(Output& output, const Tile& tile, const Sums& sum, const float
 #pragma unroll
         for (int s = begin; s < begin + output.AT_ONCE; ++s) {
             if (s % BLOCKS == 0) masking = Masking(below, place.column(tile, s), place.p.columns);
-            mask_slab(masking, output.buffer(s - begin), place.at, ring, signs, s, place.warpgroup, tile.column);
+            mask_slab(masking, output.buffer(s - begin), place, tile, ring, signs, s, below);
             output.close(tile, s, output.buffer(s - begin));
-            if (s % BLOCKS == LAST) found[s / BLOCKS] = masking.result();
+            if (s % BLOCKS == LAST) {
+                found[s / BLOCKS] = masking.result();
+                if (PAIR) other[s / BLOCKS] = masking.other_result();
+            }
         }
 #endif
         if constexpr (STATISTICS) {
@@ -370,6 +374,7 @@ DEVICE void write(Output& output, const Tile& tile, const Sums& sum, const float
         output.leave();
     }
     leave_sums(place, tile, found, partial);
+    if (PAIR) leave_sums(place, tile, other, other_partial);
 }
 
 // The first thread, of a block.
@@ -395,8 +400,9 @@ DEVICE void init_barriers(const Layout& at) {
 extern "C" __global__ void CLUSTERED __launch_bounds__(THREADS, RESIDENT)
 conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict__ bias, float* __restrict__ partial,
                      const float* __restrict__ moments, const float* __restrict__ gamma,
-                     const float* __restrict__ beta, const __grid_constant__ Problem p,
-                     u32* counter, const T* __restrict__ spaced) {
+                     const float* __restrict__ beta, const float* __restrict__ other_moments,
+                     float* __restrict__ other_partial, const __grid_constant__ Problem p, u32* counter,
+                     const T* __restrict__ spaced) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -424,6 +430,7 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
         if constexpr (SHIFT) Registers::take();
         Ring<STAGES> ring;
         Output output{{at, maps, p, warpgroup, spaced}};
+        const Below below{moments, gamma, beta, other_moments};
         for (;;) {
             barrier_wait(at.filled(ring.index), ring.parity);
             const Ticket ticket = read_ticket(at.ticket(ring.index));
@@ -440,10 +447,11 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
             if constexpr (SPREAD)
                 if (steps == 0) {
                     if (output.added() || (!MASKED && bias)) {
-                        write(output, own, Zeros(), bias, partial, {moments, gamma, beta}, ring);
+                        write(output, own, Zeros(), bias, partial, other_partial, below, ring);
                     } else {
                         output.store_zeros(own);
                         leave_sums(output.place, own, {}, partial);
+                        if (PAIR) leave_sums(output.place, own, {}, other_partial);
                     }
                     continue;
                 }
@@ -456,10 +464,10 @@ conv2d_hopper_kernel(const __grid_constant__ Maps maps, const float* __restrict_
 #if CUT > 1
             Whole whole;
             exchange(whole, sum, at);
-            write(output, own, whole, bias, partial, {moments, gamma, beta}, ring);
+            write(output, own, whole, bias, partial, other_partial, below, ring);
             break;
 #else
-            write(output, own, sum, bias, partial, {moments, gamma, beta}, ring);
+            write(output, own, sum, bias, partial, other_partial, below, ring);
 #endif
         }
         output.drain();

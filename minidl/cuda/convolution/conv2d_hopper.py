@@ -48,7 +48,8 @@ from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
 TURN = 32  # filters and channels that a block of conv2d_turn.cu turns
-ALONE, SIGNED = 3, 4  # the macro MASKED for a ReLU without a batch norm, and where the signs of its output are read
+# The macro MASKED for a ReLU without a batch norm, where the signs of its output are read, and for two batch norms.
+ALONE, SIGNED, PAIR = 3, 4, 5
 OFFSETS = range(255)  # pixels from the first tap to any other, along one axis
 ROW_LIMIT = 2**31 - 1024  # pixels of one launch: with what the last tile hangs over they are counted in 32 bits
 GROUP_LIMIT = 2**30  # more tiles than there are: all blocks in one group
@@ -72,6 +73,7 @@ class Below(NamedTuple):
         moments, gamma, beta: its (2, C) and (C,) float32, or None.
         y: the ReLU's output where it does not follow from ``x``, or None.
         signs: of ``y``, or None; they are read instead of it.
+        other: input and moments of another batch norm under the same sum; with ``signs``, where `takes_pair`.
     """
 
     x: Any
@@ -80,6 +82,7 @@ class Below(NamedTuple):
     beta: Any
     y: Any = None
     signs: Any = None
+    other: tuple[Any, Any] | None = None
 
 
 NOTHING = Below(None, None, None, None)
@@ -181,7 +184,7 @@ def plan(
     tile, share = chosen or choose(conv, backward, device, code, normalized, statistics or masked > 0)
     if isinstance(tile, HaloTile):
         rest = statistics, masked, normalized, relu, written
-        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked == SIGNED)]
+        return [plan_halo(conv, code, backward, pitches, added, device, tile, share, *rest, signed=masked >= SIGNED)]
     share = share if tile.parts == 1 else 1  # clusters begin in turn
     walks = sorted(walks_of(conv, backward), key=lambda pair: pair[0].taps * pair[1].taps == 0)  # those with taps first
     group = GROUP_LIMIT if parts else device.multiprocessors * tile.resident
@@ -192,7 +195,7 @@ def plan(
         part = walks[i : i + CLASSES]
         fetched = min(tile.rows, round_up(conv.images, 8)) if parts else tile.rows
         stage = STAGE_ROW * (fetched + filter_rows(conv, code, backward, tile.columns))
-        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked == SIGNED, written)
+        views = views_of(conv, code, backward, part, pitches, tile, fetched, masked >= SIGNED, written)
         assert views.legal, (conv, pitches)
         problem = _problem(conv, backward, part, tile, share, group, pitches[1] if added else 0, parts, stage)
         spread = int(spread_out(part))
@@ -367,6 +370,12 @@ def masks(conv: Convolution, code: int, choice: Choice | None = None, backward: 
     return _whole(conv, code, backward, choice) and len(walks_of(conv, backward)) <= CLASSES
 
 
+def takes_pair(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
+    """Whether `masked_gradient` takes sums for two batch norms, besides that it `masks`: of 1x1 filters without stride
+    and padding."""
+    return is_flat(conv) and masks(conv, code, choice)
+
+
 def masked_gradient(
     conv: Convolution, code: int, dy: Any, w: Any, add: Any, below: Below, output: Any, choice: Choice | None = None,
     backward: bool = True,
@@ -374,20 +383,26 @@ def masked_gradient(
     """Data gradient into ``output``, masked by the ReLU below; the parts of its sums, float32.
 
     Where `masks`. With ``backward`` false that of a transposed convolution, hence a forward pass of ``dy``. ``below``:
-    of a batch norm, which gets (R, 2, C); a ReLU's output, or nothing (without stride and ``add``): (R, C).
+    of a batch norm, which gets (R, 2, C), of two (2, R, 2, C); a ReLU's output, or nothing (without stride and
+    ``add``): (R, C).
     """
     dy, w, add = (None if array is None else aligned(array) for array in (dy, w, add))
     device = current_device()
     chosen = taken(choice, conv, backward, device, code, 0, True)
     signed = below.signs is not None
-    arrays = [aligned(as_rows(array)) for array in (below.x, None if signed else below.y) if array is not None]
-    masked = SIGNED if signed else len(arrays) if below.x is not None else ALONE if arrays else 0
+    second = below.other[0] if below.other is not None else None if signed else below.y
+    arrays = [aligned(as_rows(array)) for array in (below.x, second) if array is not None]
+    if signed:
+        masked = SIGNED if below.other is None else PAIR
+    else:
+        masked = len(arrays) if below.x is not None else ALONE if arrays else 0
     if signed:
         arrays.append(below.signs)
     pitches = rows(dy)[2], 0 if add is None else rows(add)[2], *(rows(array)[2] for array in arrays)
     how = {"statistics": not masked, "masked": masked, "spaced": is_spaced(conv, add)}
     (one,) = plan(conv, code, backward, pitches, add is not None, device, chosen, **how)
-    partial = empty((one.patches, *(() if below.x is None else (2,)), columns_of(conv, backward)), float32)
+    shape = one.patches, *(() if below.x is None else (2,)), columns_of(conv, backward)
+    partial = empty(shape if below.other is None else (2, *shape), float32)
     start(one, w, dy, output, add, None, partial, below, tuple(arrays))
     return partial
 
@@ -406,17 +421,19 @@ def start(
     """Start a planned launch on `aligned` arrays.
 
     Args:
-        partial: for what patches leave, (R, 2, C) or (R, C) float32.
+        partial: for what patches leave, (R, 2, C) or (R, C), or of two batch norms (2, R, 2, C) float32.
         below, arrays: what is known of the batch norm below, and the arrays that a masked gradient reads of it.
     """
+    norm: tuple[Any, ...] = below.moments, below.gamma, below.beta
     spaced, more = planned.defines.get("SPACED"), ()
-    if spaced is not None:
+    if spaced is not None:  # of conv2d_hopper.cu
+        norm += (None, None) if below.other is None else (below.other[1], partial[1])
         more = (add if spaced else None,)
     maps = TensorMaps(planned.views, (w, source, output, None if spaced else add, *arrays))
     tickets = TICKETS if planned.several else None
     launch(
         planned.stem, f"{planned.stem}_kernel", planned.grid, planned.block,
-        maps, bias, partial, below.moments, below.gamma, below.beta, planned.problem, tickets, *more,
+        maps, bias, partial, *norm, planned.problem, tickets, *more,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
 

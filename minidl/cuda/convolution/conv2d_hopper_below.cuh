@@ -43,32 +43,37 @@ DEVICE void fill_below(const Layout& at, const Maps& maps, const Problem& p, Rin
 // Steps of 16 rows that are worked on side by side, as registers allow.
 constexpr int AT_ONCE = RESIDENT == 1 ? 2 : 1;
 
-// Masks slab s in its buffer and adds to the sums of its columns, the tile's from `column` on. `ring` stands at the
-// stage of x, `signs` at theirs.
-DEVICE void mask_slab(Masking& masking, u32 slab, const Layout& at, Ring<STAGES>& ring, const Ring<STAGES>& signs,
-                      int s, int warpgroup, int column) {
+// Masks slab s in its buffer and adds to the sums of its columns. `ring` stands at the stage of x, behind which is that
+// of y or of another batch norm's x, `signs` at theirs.
+DEVICE void mask_slab(Masking& masking, u32 slab, const Place& place, const Tile& tile, Ring<STAGES>& ring,
+                      const Ring<STAGES>& signs, int s, const Below& below) {
+    const Layout& at = place.at;
+    const int warpgroup = place.warpgroup;
     Ring<STAGES> other = ring;
-    if (MASKED == 2) other.advance();
+    if (READ == 2) other.advance();
     if (SIGNED && s == 0) barrier_wait(at.filled(signs.index), signs.parity);
     if (s % SLABS_AT_ONCE == 0) {
         barrier_wait(at.filled(ring.index), ring.parity);
-        if (MASKED == 2) barrier_wait(at.filled(other.index), other.parity);
+        if (READ == 2) barrier_wait(at.filled(other.index), other.parity);
     }
     const u32 from = (warpgroup * SLABS_AT_ONCE + s % SLABS_AT_ONCE) * SLAB_BYTES + columns_across();
     const u32 x = at.stage(ring.index) + from;
-    u32 y = at.stage(other.index) + from;
+    const u32 second = at.stage(other.index) + from;
+    u32 y = second;
     constexpr int STEP = SIGNED ? SIGN_ROW : 128;
     if constexpr (SIGNED)
-        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(column) +
+        y = at.stage(signs.index) + (warpgroup * BLOCKS + s % BLOCKS) * SIGN_BYTES + signs_within(tile.column) +
             (SWAPPED ? warpgroup : s / BLOCKS) * (SLAB_COLUMNS / 8) + Masking::signs_across<SIGN_ROW>();
     slab += columns_across();
 #pragma unroll AT_ONCE
     for (int k = 0; k < SLAB_BYTES; k += 16 * 128)
         masking.take<SIGN_ROW>(slab + k, x + k, y + k / (128 / STEP));
+    if constexpr (PAIR)
+        masking.take_other<SLAB_BYTES, AT_ONCE>(slab, second, below, place.column(tile, s), place.p.columns);
     if ((s + 1) % SLABS_AT_ONCE == 0 || s == Place::COUNT - 1) {
         if (thread_again() % 32 == 0) {
             barrier_arrive(at.emptied(ring.index));
-            if (MASKED == 2) barrier_arrive(at.emptied(other.index));
+            if (READ == 2) barrier_arrive(at.emptied(other.index));
         }
         ring.advance(READ);
     }

@@ -314,13 +314,13 @@ conv2d_stem_pooled_kernel(const __grid_constant__ Maps maps, const float* __rest
         set_registers<EACH, FOR_MAKE>();
         const Maker make(at, moments, gamma, sums, count, place.first_row + threadIdx.x % 8 * 8, p.rows);
         Ring<STAGES> ring;
-        ring.advance(role - MAKE);
 #pragma unroll 1
-        for (int step = role - MAKE, turn = 0; step < steps; step += MAKERS, ++turn, ring.advance(MAKERS)) {
-            barrier_wait(at.come(ring.index), ring.parity);
+        for (int step = 0; step < steps; ++step, ring.advance()) {
+            barrier_wait(at.come(ring.index), ring.parity);  // others' too, whose windows may be needed
+            if (step % MAKERS != role - MAKE) continue;
             const u32 note = __reduce_or_sync(0xffffffffu, notes[ring.index]);  // known to be the same in a warp
             if (note) {
-                make(ring.index, note, turn);
+                make(ring.index, note, step / MAKERS);
                 fence_for_engine();  // which writes there next
             }
             __syncwarp();
