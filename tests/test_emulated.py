@@ -78,6 +78,19 @@ def test_masks_and_sums_on_the_way(emulated, case, joined, added, rng):
     check(emulated, case, *operands(rng, case, bfloat16, joined, added))
 
 
+PAIR = Case("pair", (2, 20, 21, 256), (64, 1, 1))
+
+
+@pytest.mark.parametrize("choice", options(Question("backward_data", plan_of(PAIR), 1, 0), BUILT_IN["H200"]), ids=str)
+def test_every_tile_that_takes_sums_for_two_batch_norms(choice, rng):
+    """Others lack stages: they would wait for ever."""
+    with emulator.table(1) as ops, kernel(choice):
+        if ops.conv2d_takes_pair(PAIR.x, ops.empty(PAIR.w, bfloat16), **PAIR.options):
+            check_pair(ops, PAIR, operands(rng, PAIR, bfloat16, True, True), other_norm(rng, PAIR, bfloat16))
+        else:
+            assert choice.family != "hopper" or not choice.tile.startswith(("64x64", "128x128", "256x64"))
+
+
 @pytest.mark.parametrize("added", [False, True])
 @cases(PAIRS)
 def test_sums_for_two_batch_norms_on_the_way(emulated, case, added, rng):

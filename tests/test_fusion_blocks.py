@@ -103,19 +103,28 @@ def test_what_was_pooled_is_masked_and_summed_by_the_convolution_above():
     assert found["gradients"][1] == "batch_norm_backward_merge_kernel" and "stats" not in found["gradients"][0]
 
 
-def test_what_a_sum_of_two_batch_norms_wants_is_taken_by_the_convolution_above():
-    """Of both, where that is of 1x1: no pass reads the masked gradient for the second one's sums."""
+def test_what_a_sum_of_two_batch_norms_wants_may_be_taken_by_the_convolution_above():
+    """Of both, where that is of 1x1 and lets itself be told: no pass reads the masked gradient for the second one's."""
     from minidl import cuda as ops
 
     passes = {"batch_norm_backward_stats_kernel", "batch_norm_backward_apply_stats_kernel"}
-    for name, left in (("resnet50", 1), ("resnet18", 4)):  # the last sum is pooled; 3x3 of projections
-        with dry_run() as log:
-            model = fused(lambda name=name: models.build(name, (64, 64, 3), 10), "bnff", ops, precision="bf16")
-            loss = m.SoftmaxCrossEntropy()
-            loss.forward(model.forward(ops.empty((4, 64, 64, 3), bfloat16)), ops.empty((4,), np.int32))
-            before = len(log.launches)
-            model.backward(loss.backward())
-        assert sum(launch.name in passes for launch in log.launches[before:]) == left
+    for name, most in (("resnet50", 4), ("resnet18", 0)):
+        found = {}
+        for pairs in (False, True):
+            with dry_run() as log:
+                model = fused(lambda name=name: models.build(name, (64, 64, 3), 10), "bnff", ops, precision="bf16")
+                for layer in model.layers:
+                    if isinstance(layer, m.Conv2d):
+                        layer.pairs = pairs
+                loss = m.SoftmaxCrossEntropy()
+                loss.forward(model.forward(ops.empty((4, 64, 64, 3), bfloat16)), ops.empty((4,), np.int32))
+                before = len(log.launches)
+                model.backward(loss.backward())
+            launches = log.launches[before:]
+            taken = sum(dict(launch.defines).get("MASKED") == 5 for launch in launches)
+            found[pairs] = sum(launch.name in passes for launch in launches), taken
+        assert found[False][1] == 0 and found[True][1] == most, name
+        assert found[False][0] - found[True][0] == most, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

@@ -159,8 +159,11 @@ class Conv2d(_Convolution):
     accepts_owed = (SpacedGradient,)
     sums = False  # adds up its input's gradient for the bias of a convolution below (`layers.join.sum_for_biases`)
     left_to: Conv2d | None = None  # reads the same image, and adds this one's gradient (`layers.join.leave_strided`)
-    packed = False  # set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`)
-    modes = ("training", "statistics", "masks", "rectifies", "packed")
+    # Set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`); of two batch
+    # norms below a sum for which it masks, it takes the sums of both (`ops.conv2d_takes_pair`).
+    packed = False
+    pairs = False
+    modes = ("training", "statistics", "masks", "rectifies", "packed", "pairs")
 
     def __init__(
         self,
@@ -262,7 +265,9 @@ class Conv2d(_Convolution):
         self._backward_bias(dy)
 
     def _takes_pair(self, kept: Any) -> bool:
-        return self.ops.conv2d_takes_pair(kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+        return self.pairs and self.ops.conv2d_takes_pair(
+            kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32
+        )
 
     def _makes_both(self, kept: Any) -> bool:
         """Whether a kernel makes both gradients of what a batch norm above has left to do: the input's as it is, or

@@ -370,9 +370,15 @@ def conv2d_backward_data_masked(
     check_alike(who, x, y=y)
     if signs is not None:
         check_signs(signs, x)
+    choice = _choose(who, question)
     if other is not None:
         check_alike(who, x, other=other[0])
-    choice = _choose(who, question)
+        if (
+            transposed
+            or signs is None
+            or not (_masks(question, choice) and conv2d_hopper.takes_pair(conv, code, choice))
+        ):
+            raise checks.bad_value(who, "other", "None unless there are signs and conv2d_takes_pair", "a batch norm")
     if x.size and _masks(question, choice):
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs, other)
         arrays = as_rows(dy), contiguous(w), _given(as_rows, add), below, dx

@@ -372,8 +372,12 @@ def masks(conv: Convolution, code: int, choice: Choice | None = None, backward: 
 
 def takes_pair(conv: Convolution, code: int, choice: Choice | None = None) -> bool:
     """Whether `masked_gradient` takes sums for two batch norms, besides that it `masks`: of 1x1 filters without stride
-    and padding."""
-    return is_flat(conv) and masks(conv, code, choice)
+    and padding, by a tile whose stages are enough."""
+    if not is_flat(conv) or not masks(conv, code, choice):
+        return False
+    device = current_device()
+    chosen = taken(choice, conv, True, device, code, 0, True) or choose(conv, True, device, code, 0, True)
+    return isinstance(chosen[0], HopperTile) and chosen[0].takes_pairs
 
 
 def masked_gradient(

@@ -9,6 +9,8 @@ constexpr int SLABS_AT_ONCE = Place::COUNT < 2 || 2 * WARPGROUPS * SLAB_BYTES > 
 constexpr int SIGN_ROW = OWN > 128 ? 32 : SIGN_CHUNK, SIGN_BYTES = SLAB_ROWS * SIGN_ROW;
 static_assert(WARPGROUPS * SLABS_AT_ONCE * SLAB_BYTES <= STAGE_BYTES && WARPGROUPS * BLOCKS * SIGN_BYTES <= STAGE_BYTES,
               "what comes fits into stages");
+static_assert(!SIGNED || READ * ((Place::COUNT + SLABS_AT_ONCE - 1) / SLABS_AT_ONCE) < STAGES,
+              "signs keep their stage until the last slab");
 static_assert(OWN % 64 == 0 && OWN / 8 + OWN / 8 % 16 <= SIGN_ROW, "the signs of a tile are in its rows");
 
 // One thread: fills stages with what the slabs of a tile need of x and y.

@@ -91,6 +91,14 @@ class HopperTile(NamedTuple):
     def threads(self) -> int:
         return 128 * self.warpgroups + (128 if self.resident == 1 and self.warpgroups > 1 else 32)
 
+    @property
+    def takes_pairs(self) -> bool:
+        """Whether there are stages for what the sums of two batch norms read of a tile, beside that of signs, which is
+        kept until the last slab (conv2d_hopper_below.cuh)."""
+        slabs = 1 if self.swapped else self.rows // self.warpgroups // SLAB * (self.own // SLAB)
+        together = 2 if slabs > 1 and 2 * self.warpgroups * self.slab <= self.fetched else 1
+        return 2 * ceil_div(slabs, together) < self.stages
+
     def shared_bytes(self, normalized: bool = False) -> int:
         """Of stages, slabs and barriers; beside the stages of a normalised input lies what its channels need."""
         beside = BARRIERS + AFFINE * self.stages if normalized else ATOM

@@ -15,12 +15,10 @@
 // makes eight channels of both at a time, two to a register: gradients that are not of a maximum here are masked. That
 // takes 9 instructions for each value under one row, 15 under two, most of them at half rate.
 //
-// Of 256x112x112x64 in bfloat16 on an H200 the passes take 439 us (262 and 179), this 272 (bytes 153). Without the
-// products it is 215, without making 217, without both 176: shared memory is the ground they share, written and read 1.2
-// times over by each. A third warpgroup that makes takes 3 us off, but registers lack. Tried before: dy made by those
-// who multiply, in the registers from which the matrix units take it (316 us); by a warpgroup beside each of two that
-// multiply on a multiprocessor (319), where it waits for itself; with the image rewritten by who multiplies (280, and
-// 292 with each row's products waited for before the next: their issue takes as long as they do).
+// Of 256x112x112x64 in bfloat16 on an H200 the passes take 439 us (262 and 179), this 272 (bytes 153; when those who
+// make dy did not wait for each other's windows yet). Without the products it is 215, without making 217, without both
+// 176: all of it goes through shared memory. A third warpgroup that makes takes 3 us off, but registers lack. What was
+// tried before: docs/tuning.md.
 //
 // Macros: those of conv2d_stem_weight.cu, with WARPGROUP; STAGES of rows of y.
 // Dynamic shared memory: STAGES rows of y, the ring and its rows as there, SLOTS rows of windows, barriers.
