@@ -34,6 +34,25 @@ _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS = NoParams()
 
 
+class _InParams:
+    """A name that parameters have: who reads it is told where they are, who sets it how they are set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        if self._name not in vars(layer):
+            raise AttributeError(self._name)  # then `Layer.__getattr__` is asked
+        return vars(layer)[self._name]
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        if any(spec.name == self._name for spec in vars(layer).get("specs", ())):
+            layer.params[self._name] = value  # which tells how it is done
+        vars(layer)[self._name] = value
+
+
 class Layer(checks.Told):
     """Base class of all layers.
 
@@ -58,6 +77,8 @@ class Layer(checks.Told):
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
+    weight = _InParams()
+    bias = _InParams()
 
     def __init__(self, name: str | None = None, **unknown: Any):
         if unknown:

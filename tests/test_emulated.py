@@ -1,10 +1,12 @@
-"""Convolutions on Hopper's kernels where there is no GPU, whatever comes late: every bit is the definition's.
+"""Convolutions on their kernels where there is no GPU, whatever comes late: every bit is the definition's.
 
 The kernels' own source, by `tests.emulator`. Sizes that end inside of tiles; few, as a value takes a thousand
 instructions of this machine for each of a GPU.
 """
 
 from __future__ import annotations
+
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -26,10 +28,12 @@ from tests.convolutions import (
     plan_of,
     put,
     same,
+    three,
     three_expected,
 )
 from tests.reference import conv2d as reference
 from tests.test_conv2d_masked import PAIRS, check, check_pair, operands, other_norm
+from tests.test_conv2d_stem import EDGES
 from tests.tolerance import draw_integers
 
 CASES = [
@@ -41,6 +45,8 @@ CASES = [
     Case("dilated", (1, 11, 13, 16), (16, 3, 2), padding=(2, 1), dilation=(2, 2)),
 ]
 FEW = [case for case in CASES if case.name in ("1x1", "3x3", "stride-2")]
+# By wgmma and by mma.sync, windows at even values and at odd ones, in lines and in pairs.
+FIRST = ("3x3-c3", "7x7-c3-stride-2", "7x11-c2-stride-4", "11x11-c3-both-parities", "1x3-c3-many-images")
 
 
 @pytest.fixture(params=[0, 1])
@@ -60,6 +66,33 @@ def test_outputs_and_data_gradients(emulated, case, rng):
 def test_weight_gradients(emulated, case, rng):
     exact_weight_gradient(emulated, case, bfloat16, rng)
     assert "conv2d_weight_hopper_kernel" in emulated.kernels
+
+
+# Of each family beside Hopper's, with what it launches.
+FAMILIES = {
+    "conv2d_kernel": ("generic", Case("odd-channels", (2, 7, 9, 20), (12, 3, 3), stride=(2, 1), padding=(1, 0))),
+    "conv2d_weight_kernel": ("generic", Case("in-groups", (1, 8, 9, 24), (36, 3, 3), padding=(1, 1), groups=3)),
+    "conv2d_grouped_kernel": ("grouped", Case("grouped", (2, 8, 9, 32), (32, 3, 3), padding=(1, 1), groups=4)),
+    "depthwise_strip_kernel": (None, Case("depthwise", (2, 9, 11, 32), (32, 3, 3), padding=(1, 1), groups=32)),
+    "conv2d_thin_narrow_kernel": ("thin", Case("thin", (2, 9, 11, 64), (7, 1, 1))),
+    "conv2d_small_kernel": ("small", Case("small", (8, 1, 1, 200), (24, 1, 1))),
+}
+
+
+@pytest.mark.parametrize(("launched", "of"), FAMILIES.items(), ids=FAMILIES)
+def test_other_families(launched, of, rng):
+    with emulator.table() as ops, family(of[0]) if of[0] else nullcontext():
+        exact_on_whole_numbers(ops, of[1], bfloat16, rng, three)
+    assert launched in ops.kernels
+
+
+@cases([case for case in EDGES if case.name in FIRST])
+def test_first_layers(case, rng):
+    with emulator.table() as ops, family("stem"):
+        x, w, dy = draws(rng, case, bfloat16)
+        same([ops.conv2d(*put(ops, x, w), **case.options)], [three_expected(case, x, w, dy, bfloat16)[0]])
+        exact_weight_gradient(ops, case, bfloat16, rng)
+    assert {"conv2d_stem_kernel", "conv2d_stem_weight_kernel"} <= set(ops.kernels)
 
 
 @cases(FEW)

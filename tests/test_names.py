@@ -131,6 +131,13 @@ def test_parameters_are_read_only_and_tell_when_they_are_there():
             ValueError, match=r"write layer.load_state_dict\({\*\*layer.state_dict\(\), 'weight': values"
         ):
             layer.params["weight"] = np.zeros((4, 3, 3, 3), np.float32)
+        with pytest.raises(ValueError, match=r"write layer.load_state_dict\({\*\*layer.state_dict\(\), 'bias': values"):
+            layer.bias = np.zeros(4, np.float32)
+        with pytest.raises(AttributeError, match=r'Conv2d has no bias.*params\["bias"\]'):
+            layer.bias  # noqa: B018
+    plain = m.ReLU()
+    plain.weight = 3.0  # of no meaning here
+    assert plain.weight == 3.0 and not hasattr(m.ReLU(), "weight")
     assert not m.Linear(3, 4).params and "weight" in layer.params and "wieght" not in layer.params
     with pytest.raises(KeyError, match="unknown parameter of the layer 'wieght'; did you mean 'weight'"):
         layer.params["wieght"]

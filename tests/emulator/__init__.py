@@ -1,4 +1,4 @@
-"""Kernels of Hopper on a CPU, thread by thread, with all that is asynchronous as late as it may be.
+"""Kernels on a CPU, thread by thread as on Hopper, with all that is asynchronous as late as it may be.
 
 No GPU shows what a kernel makes of a copy that comes late: there it comes early nearly always, and racecheck does not
 see the copy engine at all. Here the same source is compiled by a C++ compiler, each PTX instruction a function of
@@ -63,7 +63,7 @@ _FUNCTIONS = {
     r"cp\.async\.wait_group": "await_copies",
     r"cp\.async\.mbarrier\.arrive\.noinc": "arrive_with_copies",
     r"ld\.global\.nc\.L1::no_allocate\.v[24]\.u32": "load_global",
-    r"st\.global\.cs\.v4\.f32": "store_global",
+    r"st\.global\.(cs\.v4\.f32|v4\.u32)": "store_global",
     r"ld\.shared\.u16": "load_half",
     r"ld\.shared\.u32": "load_word",
     r"ld\.shared\.v2\.[usf]32": "load_two",
@@ -72,6 +72,8 @@ _FUNCTIONS = {
     r".*@wanted st\.shared\.v4\.u32": "store_where",
     r"atom\.global\.relaxed\.gpu\.add\.u32 %0, \[%1\], 1": "take_number",
     r"atom\.global\.acq_rel\.gpu\.inc\.u32": "count_round",
+    r"mma\.sync\.aligned\.m16n8k16": "multiply_fragments",
+    r"mma\.sync\.aligned\.m16n8k8": "multiply_halves",
     r"wgmma\.commit_group": "commit_products",
     r"wgmma\.wait_group": "await_products",
     r"cvt\.rn\.bf16x2\.f32": "round_pair",

@@ -48,6 +48,7 @@ To bits_as(From from) {
     return to;
 }
 inline float __uint_as_float(uint32_t x) { return bits_as<float>(x); }
+inline float __int_as_float(int32_t x) { return bits_as<float>(x); }
 inline uint32_t __float_as_uint(float x) { return bits_as<uint32_t>(x); }
 inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t which) {
     const uint64_t bytes = uint64_t(high) << 32 | low;
@@ -55,6 +56,7 @@ inline uint32_t __byte_perm(uint32_t low, uint32_t high, uint32_t which) {
     for (int i = 0; i < 4; ++i) out |= uint32_t(bytes >> 8 * (which >> 4 * i & 7) & 0xff) << 8 * i;
     return out;
 }
+inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
 template <class X> X __ldg(const X* from) { return *from; }
 template <class X> X min(X a, X b) { return b < a ? b : a; }
 template <class X> X max(X a, X b) { return a < b ? b : a; }

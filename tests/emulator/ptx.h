@@ -197,6 +197,34 @@ inline void turn_matrix(uint32_t& word) {
     meet_warp();
 }
 
+// ---- products of a warp: 16 rows by 8 columns, over 8 words of two values, or 4
+
+inline void multiply_warp(float& d0, float& d1, float& d2, float& d3, const uint32_t* a, const uint32_t* b, int words) {
+    const int me = current % WARP;
+    uint32_t* const slot = fibers[current].slot;
+    memcpy(slot, a, 16), memcpy(slot + 4, b, 8);
+    meet_warp();
+    float* const sums[] = {&d0, &d1, &d2, &d3};
+    for (int i = 0; i < 4; ++i) {
+        const int row = me / 4, column = 2 * (me % 4) + i % 2;
+        for (int w = 0; w < words; ++w) {
+            const uint32_t left = lane(row * 4 + w % 4).slot[i / 2 + 2 * (w / 4)];
+            const uint32_t right = lane(column * 4 + w % 4).slot[4 + w / 4];
+            for (int by : {0, 16}) *sums[i] += from_bf16(left >> by) * from_bf16(right >> by);
+        }
+    }
+    meet_warp();
+}
+inline void multiply_fragments(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2,
+                               uint32_t a3, uint32_t b0, uint32_t b1) {
+    const uint32_t a[] = {a0, a1, a2, a3}, b[] = {b0, b1};
+    multiply_warp(d0, d1, d2, d3, a, b, 8);
+}
+inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t b0) {
+    const uint32_t a[] = {a0, a1, 0, 0}, b[] = {b0, 0};
+    multiply_warp(d0, d1, d2, d3, a, b, 4);
+}
+
 // ---- products of a warpgroup
 
 // Value (m, k) of an operand, m the row or column that the product keeps.
@@ -291,6 +319,10 @@ inline void load_global(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, cons
     a = from->x, b = from->y, c = from->z, d = from->w;
 }
 inline void store_global(float* to, float a, float b, float c, float d) { to[0] = a, to[1] = b, to[2] = c, to[3] = d; }
+inline void store_global(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+    const uint32_t words[] = {a, b, c, d};
+    memcpy(to, words, sizeof words);
+}
 inline void take_number(int& number, uint32_t* counter) { number = int((*counter)++); }
 inline void count_round(uint32_t& before, uint32_t* counter, uint32_t last) {
     before = *counter;
@@ -318,6 +350,7 @@ inline uint32_t __ballot_sync(unsigned, bool set) {
     for (int i = 0; i < emulator::WARP; ++i) all |= uint32_t(emulator::from_lane(set, i)) << i;
     return all;
 }
+inline bool __any_sync(unsigned mask, bool set) { return __ballot_sync(mask, set) != 0; }
 inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
     uint32_t all = 0;
     for (int i = 0; i < emulator::WARP; ++i) all |= emulator::from_lane(value, i);
