@@ -25,32 +25,13 @@ from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, PassCost, Profiler
 from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
-from minidl.segments import Gradient, NoParams, ParameterSpec
+from minidl.segments import Gradient, InParams, NoParams, ParameterSpec
 from minidl.shapes import Pair
 from minidl.store import TensorStore
 from minidl.value import MaskedGradient, Value
 
 _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS = NoParams()
-
-
-class _InParams:
-    """A name that parameters have: who reads it is told where they are, who sets it how they are set."""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        if self._name not in vars(layer):
-            raise AttributeError(self._name)  # then `Layer.__getattr__` is asked
-        return vars(layer)[self._name]
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        if any(spec.name == self._name for spec in vars(layer).get("specs", ())):
-            layer.params[self._name] = value  # which tells how it is done
-        vars(layer)[self._name] = value
 
 
 class Layer(checks.Told):
@@ -77,8 +58,8 @@ class Layer(checks.Told):
     modes: tuple[str, ...] = ("training",)  # attributes that change what a pass does: a compiled step notices
     factored = False  # may send factors of its gradients in their place
     folded: Any = None  # inference only: what stands in for the parameters or the work (`minidl.fusion.fold`)
-    weight = _InParams()
-    bias = _InParams()
+    weight = InParams()
+    bias = InParams()
 
     def __init__(self, name: str | None = None, **unknown: Any):
         if unknown:
@@ -406,9 +387,8 @@ class Layer(checks.Told):
         """Take over the table and dtype of the first input; later inputs must agree where parameters live."""
         dtype = np.dtype(dtype)
         if dtype not in _STORAGE:
-            raise checks.bad_dtype(
-                self.name, "x", "float32, bfloat16 or float16", dtype, "convert it with x.astype('float32')"
-            )
+            known, remedy = "float32, bfloat16 or float16", "convert it with x.astype('float32')"
+            raise checks.bad_dtype(self.name, "x", known, dtype, remedy)
         stateful = bool(self.specs or self.buffer_specs)
         if self.ops is None or not stateful:
             self.ops = ops
@@ -416,9 +396,8 @@ class Layer(checks.Told):
             if stateful:
                 self._settle_alone()
         if ops is not self.ops:
-            raise checks.bad_dtype(
-                self.name, "x", f"a {self.ops.name} array", f"a {ops.name} array", f"move the layer: .to({ops.name!r})"
-            )
+            remedy = f"move the layer: .to({ops.name!r})"
+            raise checks.bad_dtype(self.name, "x", f"a {self.ops.name} array", f"a {ops.name} array", remedy)
         if any(spec.product for spec in self.specs) and dtype != self.precision.storage:
             own = str(self.precision.storage)
             remedy = f"convert x with .astype({own!r}) or the layer with .to(precision={str(dtype)!r})"

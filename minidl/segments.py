@@ -342,3 +342,22 @@ class LayerParams(NoParams):
             rows: on this rank.
         """
         return self._arena.shares(self._layer, rows)
+
+
+class InParams:
+    """A name that parameters have: who reads it is told where they are, who sets it how they are set."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        if self._name not in vars(layer):
+            raise AttributeError(self._name)  # then `Layer.__getattr__` is asked
+        return vars(layer)[self._name]
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        if any(spec.name == self._name for spec in vars(layer).get("specs", ())):
+            layer.params[self._name] = value  # which tells how it is done
+        vars(layer)[self._name] = value

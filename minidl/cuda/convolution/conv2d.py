@@ -327,24 +327,10 @@ def conv2d_takes_pair(
 
 
 def conv2d_backward_data_masked(
-    dy: Any,
-    w: Any,
-    x: Any,
-    moments: Any,
-    gamma: Any = None,
-    beta: Any = None,
-    *,
-    y: Any = None,
-    signs: Any = None,
-    other: tuple[Any, Any] | None = None,
-    stride: Pair,
-    padding: Pair,
-    dilation: Pair,
-    groups: int,
-    add: Any | None = None,
-    transposed: bool = False,
-    tf32: int = False,
-) -> tuple[Any, Any]:
+    dy: Any, w: Any, x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, y: Any = None, signs: Any = None,
+    other: tuple[Any, Any] | None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    add: Any | None = None, transposed: bool = False, tf32: int = False,
+) -> tuple[Any, Any]:  # fmt: skip
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
     Args:

@@ -247,17 +247,9 @@ def gather(
 
 @functools.lru_cache(maxsize=1024)
 def _launches(
-    conv: Convolution,
-    code: int,
-    backward: bool,
-    pitches: tuple[int, ...],
-    added: bool,
-    device: DeviceRecord,
-    choice: Choice | None,
-    relu: bool,
-    written: int,
-    spaced: bool,
-) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:
+    conv: Convolution, code: int, backward: bool, pitches: tuple[int, ...], added: bool, device: DeviceRecord,
+    choice: Choice | None, relu: bool, written: int, spaced: bool,
+) -> tuple[Division | None, list[tuple[slice | None, Planned]]]:  # fmt: skip
     """How `gather` goes about it: divided, or in launches with the images of each, None for all."""
     division = divided(choice, conv, backward, code)
     if division is not None:
