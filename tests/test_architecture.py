@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -125,6 +126,19 @@ def test_layers_know_no_engine():
 def test_kernel_files_have_one_name_each():
     names = [path.name for path in (PACKAGE / "cuda").rglob("*.cu*")]
     assert len(names) == len(set(names)), "an #include and a launch name a file without its folder"
+
+
+def test_kernel_files_that_sources_speak_of_exist():
+    there, lost = {path.name for path in PACKAGE.rglob("*.cu*")}, []
+    for path in [
+        *sources(),
+        *PACKAGE.rglob("*.cu*"),
+        *PACKAGE.rglob("*.pyx"),
+        *(ROOT / "tests" / "emulator").iterdir(),
+    ]:
+        if path.is_file():
+            lost += [(path.name, name) for name in re.findall(r"\b\w+\.cuh?\b", path.read_text()) if name not in there]
+    assert not lost, lost
 
 
 def test_files_stay_readable():

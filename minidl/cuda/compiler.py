@@ -31,7 +31,7 @@ class Library:
     def knows(self, option: str) -> bool:
         """Whether this version has it."""
         try:
-            self.compile("", "empty.cu", [option], False)
+            self.compile("", "nothing", [option], False)
         except RuntimeError:
             return False
         return True

@@ -2,7 +2,7 @@
 
 By kernels of their own the gradient of the batch norm's input, the largest array of such a network, is written and
 read once, for the one product that it is needed for. The kernel, for 16-bit types on Hopper, is in
-conv2d_stem_weight_pooled.cuh.
+conv2d_stem_pooled.cu.
 """
 
 from __future__ import annotations
