@@ -19,7 +19,8 @@ import pytest
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
-from minidl.cuda.convolution.conv2d_family import TEXTBOOK, family
+from minidl.cuda.convolution.conv2d_family import TEXTBOOK, Choice, family
+from minidl.cuda.convolution.conv2d_family import kernel as forced
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
@@ -159,6 +160,9 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
+        with forced(Choice("stem", "lines")):
+            ops.conv2d_stats(x, w, *parameters(filters), **where)
+            ops.conv2d(moved, w, relu=True, **where)
         if filters % 16 == 0:
             size = shape[0], *((side - 1) // 2 + 1 for side in y.shape[1:3]), filters
             above = (

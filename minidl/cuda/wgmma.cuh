@@ -164,6 +164,27 @@ DEVICE void multiply(float (&d)[32], const u32 (&a)[4], u64 b, int keep) {
 }
 
 template <bool B_ACROSS = false>
+DEVICE void multiply(float (&d)[40], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("80", WGMMA_0_31 ", " WGMMA_32_39, "40", "41", "42", "43", "44", "45", "46")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_4(32), WGMMA_4(36)
+                 : WGMMA_WORD_INPUTS);
+}
+
+template <bool B_ACROSS = false>
+DEVICE void multiply(float (&d)[48], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("96", WGMMA_0_31 ", " WGMMA_32_47, "48", "49", "50", "51", "52", "53", "54")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32)
+                 : WGMMA_WORD_INPUTS);
+}
+
+template <bool B_ACROSS = false>
+DEVICE void multiply(float (&d)[56], const u32 (&a)[4], u64 b, int keep) {
+    asm volatile(WGMMA_WORDS("112", WGMMA_0_31 ", " WGMMA_32_55, "56", "57", "58", "59", "60", "61", "62")
+                 : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_4(48), WGMMA_4(52)
+                 : WGMMA_WORD_INPUTS);
+}
+
+template <bool B_ACROSS = false>
 DEVICE void multiply(float (&d)[64], const u32 (&a)[4], u64 b, int keep) {
     asm volatile(WGMMA_WORDS("128", WGMMA_0_31 ", " WGMMA_32_63, "64", "65", "66", "67", "68", "69", "70")
                  : WGMMA_16(0), WGMMA_16(16), WGMMA_16(32), WGMMA_16(48)

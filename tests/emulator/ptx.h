@@ -231,8 +231,10 @@ inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, uint32_t
 inline float operand_value(uint64_t operand, bool across, int m, int k) {
     const uint32_t start = (operand & 0x3fff) << 4, block_bytes = (operand >> 16 & 0x3fff) << 4;
     const uint32_t group = (operand >> 32 & 0x3fff) << 4;
-    if (operand >> 62 == 0 && across)  // not swizzled: eight of the depth, 16 bytes each, one after the other
-        return from_bf16(read_by_engine<uint16_t>(start + m / 8 * group + m % 8 * 2 + k / 8 * block_bytes + k % 8 * 16));
+    if (operand >> 62 == 0) {  // not swizzled: eight of the depth, or rows or columns, 16 bytes each, one after the other
+        const uint32_t place = across ? m % 8 * 2 + k % 8 * 16 : m % 8 * 16 + k % 8 * 2;
+        return from_bf16(read_by_engine<uint16_t>(start + m / 8 * group + k / 8 * block_bytes + place));
+    }
     if (operand >> 62 != 1) fail("an operand that is not swizzled by 128 bytes");
     const uint32_t address = across ? start + m / 64 * block_bytes + k / 8 * group + k % 8 * 128 + m % 64 * 2
                                     : start + m / 8 * group + m % 8 * 128 + k * 2;

@@ -25,6 +25,7 @@ from minidl.cuda.convolution import (
     conv2d_hopper,
     conv2d_small,
     conv2d_stem,
+    conv2d_stem_lines,
     conv2d_textbook,
     conv2d_thin,
     conv2d_turned,
@@ -154,7 +155,8 @@ def _forward(
         return _rectified(y, relu), None
     choice = _choose(who, question)
     if choice.family == "stem":
-        return y, conv2d_stem.forward(conv, x, w, bias, y, relu, statistics)
+        lines = choice.tile == "lines" and conv2d_stem_lines.applies(conv, code, current_device())
+        return y, (conv2d_stem_lines if lines else conv2d_stem).forward(conv, x, w, bias, y, relu, statistics)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
     if wide is not conv:
         x, w = widen(x, wide.channels), widen(w, wide.channels)

@@ -17,6 +17,8 @@ constexpr int THREADS = 32 * WARPS;
 constexpr int GROUP = 8;                         // values of a window that a fragment takes at a time
 constexpr int WINDOW = KERNEL_W * CHANNELS;      // values
 constexpr int STEP = STRIDE_W * CHANNELS;        // values from one window to the next
+constexpr int NEW = STRIDE_H < KERNEL_H ? STRIDE_H : KERNEL_H;  // rows of the image that a row of pixels sees first
+constexpr int WARMUP = (KERNEL_H - 1) / NEW;                    // rows of pixels above, which saw the others
 
 // Values of a row in shared memory: the last window of a tile, padded to `groups`, wherever in an aligned eight the
 // first begins.

@@ -50,7 +50,6 @@ _FORWARD = struct(
     "",
     "height values out_height out_width columns padding_h first shift strips strip_tiles segments tiles_n",
 )
-_POOLING = struct("dz_pitch", "down across")
 _WEIGHT = struct(
     "dy_pitch",
     "strips chunk height values out_height out_width rows padding_h first shift strips_p strip_rows segments tiles_m "
@@ -100,7 +99,7 @@ def forward(
     """
     x, w = contiguous(x), contiguous(w)
     bias = None if bias is None else contiguous(bias)
-    vectors = _row_vector(conv, x), vector_width(y)
+    vectors = row_vector(conv, x), vector_width(y)
     plan = plan_forward(conv, DTYPE[x.dtype], vectors, current_device())
     taken = statistics and bool(plan.defines["WARPGROUP"]) and x.dtype == bfloat16
     parts = empty((plan.parts, 2, conv.out_channels), float32) if taken else None
@@ -116,7 +115,7 @@ def forward(
 def backward_weight(conv: Convolution, dy: Any, x: Any, out: Any, accumulate: bool) -> None:
     """``out`` (+)= the gradient with respect to the filters; of the shapes and types that the operation promises."""
     dy, x = as_rows(dy), contiguous(x)
-    vectors = _row_vector(conv, x), vector_width(dy)
+    vectors = row_vector(conv, x), vector_width(dy)
     plan = plan_weight(conv, DTYPE[x.dtype], rows(dy)[2], vectors, current_device())
     partials = empty((plan.size, out.size), float32)
     arrays = dy, x, partials, plan.problem
@@ -138,7 +137,7 @@ def makes_pooled(conv: Convolution, code: int, pooling: Mapping[str, Pair], devi
 
 def undoes_pooling(channels: int, filters: int, kernel: Pair, stride: Pair) -> bool:
     """Whether there is a kernel for `backward_weight_pooled`, if it `applies` and rows are no raggeder than tiles."""
-    return filters % 16 == 0 and _are_lines(channels, filters, kernel, stride)
+    return filters % 16 == 0 and are_lines(channels, filters, kernel, stride)
 
 
 def backward_weight_pooled(
@@ -148,7 +147,7 @@ def backward_weight_pooled(
     gamma, sums and count: the same bits, in one kernel. Where it `makes_pooled`."""
     dz, index, y, x = aligned(as_rows(dz)), contiguous(index), aligned(contiguous(y)), contiguous(x)
     pooled = dz.shape[1:3], rows(dz)[2]
-    plan, views = plan_pooled(conv, DTYPE[x.dtype], pooled, _row_vector(conv, x), current_device())
+    plan, views = plan_pooled(conv, DTYPE[x.dtype], pooled, row_vector(conv, x), current_device())
     partials = empty((plan.size, out.size), float32)
     launch(
         "conv2d_stem_pooled", "conv2d_stem_pooled_kernel", plan.grid, POOLED_THREADS,
@@ -157,12 +156,12 @@ def backward_weight_pooled(
     sum_partials(partials, plan.size, out, accumulate)
 
 
-def _row_vector(conv: Convolution, x: Any) -> int:
+def row_vector(conv: Convolution, x: Any) -> int:
     """Values of x per access: every row of the image starts aligned for it."""
     return gcd(conv.width * conv.channels, address(x) // x.itemsize, ACCESS // x.itemsize)
 
 
-class _Geometry(NamedTuple):
+class Geometry(NamedTuple):
     """Image rows in shared memory under a tile of rows x columns output pixels, as in conv2d_stem.cuh.
 
     Attributes:
@@ -238,10 +237,10 @@ class _Geometry(NamedTuple):
 
 def _tile(
     conv: Convolution, groups: int, multiple: int, widest: int, shared: Any, heights: tuple[int, ...] = (4, 2, 1)
-) -> _Geometry:
+) -> Geometry:
     """The widest tile, at most ``widest`` pixels, whose ``shared`` memory is there, and of such the highest."""
     tiles = (
-        _Geometry(conv, groups, min(height, conv.out_height), round_up(ceil_div(conv.out_width, segments), multiple))
+        Geometry(conv, groups, min(height, conv.out_height), round_up(ceil_div(conv.out_width, segments), multiple))
         for segments in itertools.count(ceil_div(conv.out_width, widest))
         for height in heights
     )
@@ -265,7 +264,7 @@ def plan_forward(conv: Convolution, code: int, vectors: tuple[int, int], device:
         tile_n = 32 if conv.out_channels <= 32 else 64
         registers, words = 4 * (steps if steps <= AT_ONCE else 8), ceil_div(conv.kernel[0] * groups, 8) * tile_n * 32
 
-    def shared(tile: _Geometry) -> int:
+    def shared(tile: Geometry) -> int:
         return 4 * tile_n + 2 * itemsize * tile.values + (0 if resident else 4 * words) + 4
 
     tile = _tile(conv, groups, 32 if split else 16, WIDEST, shared)
@@ -315,7 +314,7 @@ def _blocks(registers: int) -> int:
 class _Block(NamedTuple):
     """What a block of a weight gradient sums, and of what it is made."""
 
-    tile: _Geometry
+    tile: Geometry
     tile_m: int
     tiles_n: int
     shared: int
@@ -333,7 +332,7 @@ def _in_pairs(conv: Convolution) -> _Block:
     tiles_n = ceil_div(fragments, warps_n * WEIGHT_COLUMNS)
     columns = ceil_div(fragments, tiles_n * warps_n)
 
-    def shared(tile: _Geometry) -> int:
+    def shared(tile: Geometry) -> int:
         behind = STAGES * round_up((tile.step // 2 + 1) * 4, 16)
         sums = warps_n * tile_m * columns * GROUP * 4 if warps_n < WARPS else 0
         return max(tile.under_way(tile_m) + behind + tile.ring(tile.length * 4), sums)
@@ -349,11 +348,11 @@ def _in_lines(conv: Convolution) -> _Block | None:
     """For wgmma, as in conv2d_stem_weight_lines.cuh; None where windows would start elsewhere than at 16 bytes, or rows
     be ragged.
     """
-    if not _are_lines(conv.channels, conv.out_channels, conv.kernel, conv.stride):
+    if not are_lines(conv.channels, conv.out_channels, conv.kernel, conv.stride):
         return None
     across = ceil_div(conv.kernel[1], conv.stride[1])  # groups of a window
 
-    def shared(tile: _Geometry) -> int:
+    def shared(tile: Geometry) -> int:
         return tile.under_way(64) + _ring_of_lines(tile)
 
     groups = ceil_div(across * conv.stride[1] * conv.channels, GROUP)
@@ -365,14 +364,14 @@ def _in_lines(conv: Convolution) -> _Block | None:
     return _Block(tile, 64, 1, shared(tile), blocks, 1, {"WARPGROUP": 1})
 
 
-def _are_lines(channels: int, filters: int, kernel: Pair, stride: Pair) -> bool:
+def are_lines(channels: int, filters: int, kernel: Pair, stride: Pair) -> bool:
     """Whether windows start at multiples of 16 bytes, and a thread can hold the sums."""
     if GROUP % stride[1] or channels > GROUP // stride[1] or filters <= 32:
         return False
     return ceil_div(kernel[1], stride[1]) * GROUP <= LINE_VALUES and kernel[0] <= LINE_ROWS
 
 
-def _ring_of_lines(tile: _Geometry) -> int:
+def _ring_of_lines(tile: Geometry) -> int:
     return tile.ring((tile.columns - 1) * 16 + 2 * LINE_VALUES)
 
 

@@ -15,8 +15,6 @@ struct Problem {
 };
 
 constexpr int DEPTHS = TILE_Q / 16;  // products of 16 pixels in a row of a strip
-constexpr int NEW = STRIDE_H < KERNEL_H ? STRIDE_H : KERNEL_H;
-constexpr int WARMUP = (KERNEL_H - 1) / NEW;
 constexpr int RING = KERNEL_H + NEW;
 
 DEVICE int pixel_row(int i);  // where pixel i of sixteen stands in the depth

@@ -1,27 +1,18 @@
 // Columns and products of conv2d_stem_weight.cu on sm_90a: windows read by wgmma from shared memory as they lie there.
 //
-// The image rows are rewritten as lines, whose pixels have WIDE channels, zeros behind those there are, so that windows of
-// neighbouring output pixels begin 16 bytes apart. Eight values of eight such windows are then 128 bytes one after the
-// other, which is what wgmma calls a core matrix when nothing is swizzled; the next eight values begin 16 bytes further and
-// the next eight windows 128: a matrix of all windows is read from lines that hold each pixel once. A product has 32 values
-// of a filter's row, so many pixels of the window as that makes; what is not of the filter is summed and not written.
+// The image rows are rewritten as lines (conv2d_stem_lines.cuh). A product has 32 values of a filter's row, so many pixels
+// of the window as that makes; what is not of the filter is summed and not written.
 // dy comes from registers: in shared memory each product of so few columns would read it anew.
 //
 // 7x7 of three channels, 256x112x112x64 on an H200: 190 us, the sum of the partials included, where pairs take 297 and cuDNN
 // 1131 (bytes 121, products with their padding 97). What was tried besides, forward too: docs/tuning.md.
 #pragma once
-#include "hopper.cuh"
-#include "wgmma.cuh"
+#include "conv2d_stem_lines.cuh"
 
-constexpr int WIDE = GROUP / STRIDE_W;                          // channels of a pixel of a line
-constexpr int ACROSS = (KERNEL_W + STRIDE_W - 1) / STRIDE_W;    // groups of a window
-constexpr int VALUES = 32;                                      // of a filter's row, in a product
-static_assert(GROUP % STRIDE_W == 0 && CHANNELS <= WIDE && ACROSS * GROUP <= VALUES && TILE_M == 64);
+constexpr int VALUES = 32;  // of a filter's row, in a product
+static_assert(ACROSS * GROUP <= VALUES && TILE_M == 64);
 
-constexpr int LENGTH = row_length((ACROSS * STEP + GROUP - 1) / GROUP);
-constexpr int LINE = TILE_Q - 1 + ACROSS;                       // groups of a line that are read by its windows
 constexpr int ROW_BYTES = (TILE_Q - 1) * 16 + VALUES * 2;
-constexpr int ROWS_BYTES = NEW * LENGTH * 2;
 
 DEVICE int pixel_row(int i) { return i; }
 
@@ -40,13 +31,7 @@ DEVICE void rewrite(unsigned char* ring, const unsigned char* rows, int slot, in
         if (i >= NEW * LINE) break;
         const int row = i / LINE, group = i % LINE, place = slot + row < RING ? slot + row : slot + row - RING;
         const u16* const from = reinterpret_cast<const u16*>(rows) + row * LENGTH + shift + group * STEP;
-        u32 word[4] = {};
-#pragma unroll
-        for (int e = 0; e < STEP; ++e) {
-            const int value = e / CHANNELS * WIDE + e % CHANNELS;
-            word[value / 2] |= u32(from[e]) << (value % 2 * 16);
-        }
-        *reinterpret_cast<uint4*>(ring + place * ROW_BYTES + group * 16) = make_uint4(word[0], word[1], word[2], word[3]);
+        *reinterpret_cast<uint4*>(ring + place * ROW_BYTES + group * 16) = line_group(from);
     }
     fence_for_engine();
 }
