@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -112,7 +114,13 @@ def test_operands_that_do_not_fit_are_refused():
         x, out = ops.empty(case.x, bfloat16), ops.empty(case.w, float32)
         options = {**case.options, "pooling": POOLING}
         who = "conv2d_backward_weight_pooled"
-        for name, arrays in (("y", (dz, index, dz)), ("dz", (y, index, y)), ("dz", (dz[:1], index[:1], y))):
+        few = dz[:, :3], ops.empty((2, 3, 16, 64), np.uint8), y
+        for name, arrays in (
+            ("y", (dz, index, dz)),
+            ("dz", (y, index, y)),
+            ("dz", (dz[:1], index[:1], y)),
+            ("dz", few),
+        ):
             with pytest.raises(ValueError, match=f"{who}: {name} "):
                 ops.conv2d_backward_weight_pooled(*arrays, *rest, x, out=out, **options)
         with pytest.raises(TypeError, match=f"{who}: out"):
@@ -144,6 +152,14 @@ def emulated(case, seed):
 def test_its_source_is_right_whatever_comes_late(case):
     for seed in range(2):
         np.testing.assert_array_equal(*emulated(case, seed))
+
+
+def test_windows_of_which_the_last_hang_over(monkeypatch):
+    """As by `MaxPool2d` with ``ceil_mode``."""
+    monkeypatch.setattr(sys.modules[__name__], "pooled_size", lambda case: tuple(n // 2 + 1 for n in case.y[1:3]))
+    for case in CASES[:2]:
+        assert pooled_size(case)[1] == case.y[2] // 2 + 1
+        np.testing.assert_array_equal(*emulated(case, 0))
 
 
 def test_blocks_go_from_strip_to_strip(monkeypatch):

@@ -323,9 +323,12 @@ def conv2d_takes_pair(
     who = "conv2d_takes_pair"
     conv = convolution(who, x_shape, w.shape, stride, padding, dilation, groups)
     question = Question("backward_data", conv, dtype_code(w, who), tf32)
-    choice = _choose(who, question)
-    taken = bool(conv.images) and _masks(question, choice)
-    return taken and conv2d_hopper.takes_pair(conv, question.code, choice)
+    return bool(conv.images) and _takes_pair(question, _choose(who, question))
+
+
+def _takes_pair(question: Question, choice: Choice) -> bool:
+    usual = question.which == "backward_data" and _masks(question, choice)
+    return usual and conv2d_hopper.takes_pair(question.conv, question.code, choice)
 
 
 def conv2d_backward_data_masked(
@@ -361,11 +364,7 @@ def conv2d_backward_data_masked(
     choice = _choose(who, question)
     if other is not None:
         check_alike(who, x, other=other[0])
-        if (
-            transposed
-            or signs is None
-            or not (_masks(question, choice) and conv2d_hopper.takes_pair(conv, code, choice))
-        ):
+        if signs is None or not _takes_pair(question, choice):
             raise checks.bad_value(who, "other", "None unless there are signs and conv2d_takes_pair", "a batch norm")
     if x.size and _masks(question, choice):
         dx, below = empty(x.shape, dy.dtype), conv2d_hopper.Below(x, moments, gamma, beta, y, signs, other)

@@ -19,8 +19,7 @@ from minidl.cuda.convolution.conv2d_family import forced_family
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import current_device
 from minidl.cuda.pool2d import batch_norm_max_pool2d_backward
-from minidl.cuda.rows import dense
-from minidl.shapes import Pair
+from minidl.shapes import Pair, pool_output_size
 
 __all__ = ["conv2d_backward_weight_pooled"]
 
@@ -40,9 +39,13 @@ def conv2d_backward_weight_pooled(
         raise checks.bad_shape(who, "y", str(conv.y_shape), y.shape)
     if dz.shape != index.shape or dz.shape[::3] != y.shape[::3]:
         raise checks.bad_shape(who, "dz", f"that of index, {index.shape}, of as many images and channels", dz.shape)
+    for axis in (1, 2):
+        window = [pooling[name][axis - 1] for name in ("kernel", "stride", "padding", "dilation")]
+        counts = [pool_output_size(y.shape[axis], *window, ceil_mode) for ceil_mode in (False, True)]
+        if dz.shape[axis] not in counts:
+            raise checks.bad_shape(who, "dz", f"windows of {y.shape}, {counts[0]} along axis {axis}", dz.shape)
     above = moments, gamma, sums, count
     if forced_family() in (None, "stem") and conv2d_stem.makes_pooled(conv, code, pooling, current_device()):
-        assert dense(index), checks.describe(index)
         conv2d_stem.backward_weight_pooled(conv, dz, index, y, above, x, out, accumulate)
     else:
         dy = batch_norm_max_pool2d_backward(dz, index, y, *above, **pooling)

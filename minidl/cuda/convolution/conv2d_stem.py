@@ -1,4 +1,5 @@
-"""Convolution of few input channels, forward and weight gradient; kernels in conv2d_stem.cu and conv2d_stem_weight.cu.
+"""Convolution of few input channels, forward and weight gradient; kernels in conv2d_stem.cu, conv2d_stem_weight.cu and,
+under a pooling, conv2d_stem_pooled.cu.
 
 The first layer of a network: one to four channels of a 16-bit type, forward also in TF32, under a small filter. Its
 data gradient, which no network asks for, and the weight gradient of float32 stay with other kernels.
