@@ -127,7 +127,7 @@ FAULTS = {
     "lines-are-rewritten-too-soon": ("if (row >= UNDER_WAY) barrier_wait", "if (false) barrier_wait"),
     "lines-are-given-up-early": ("        await_products<0>();\n        settle(sum);\n", "        settle(sum);\n"),
     "the-ring-is-too-short": ("KERNEL_H + (UNDER_WAY - 1) * NEW", "KERNEL_H + (UNDER_WAY - 2) * NEW"),
-    "rows-of-the-image-are-not-shared": ("        warpgroup_sync(1);  //", "        //"),
+    "rows-of-the-image-are-not-shared": ("        warpgroups_sync<MAKERS>(1);  //", "        //"),
     "rows-of-the-image-are-not-waited-for": ("        await_copies<AHEAD - 2>();\n        warp", "        warp"),
     "an-output-is-overwritten": ("await_stores_read<OUTPUTS - 1>", "await_stores_read<OUTPUTS>"),
     "an-output-is-stored-too-soon": (
@@ -135,7 +135,7 @@ FAULTS = {
     ),
     "it-ends-before-all-is-stored": ("    if (stores) await_stores_read<0>();\n", ""),
     "a-warp-is-not-waited-for": ("barrier_init(at.done(threadIdx.x), WARPS)", "barrier_init(at.done(threadIdx.x), 3)"),
-    "groups-behind-a-window-are-not-cut": ("TAILS && group == ACROSS - 1 ? tails", "false ? tails"),
+    "groups-behind-a-window-are-not-cut": ("2 * s + 2 == ACROSS ? TO_TAILS", "false ? TO_TAILS"),
 }  # fmt: skip
 
 

@@ -14,8 +14,8 @@
 // group, its last group comes from a second line, of such groups with zeros behind the window, and where there is no
 // second group, zeros are read: an image may have an infinite value there, which zero times would not be zero.
 //
-// A block walks down a strip of the output, TILE_Q columns wide, row by row. One warpgroup brings rows of the image and
-// rewrites them; two multiply and store, in turns, each while the other's products run. Statistics cost little: a thread
+// A block walks down a strip of the output, TILE_Q columns wide, row by row. Two warpgroups bring rows of the image and
+// rewrite them; two multiply and store, in turns, each while the other's products run. Statistics cost little: a thread
 // has all its sums of two filters. A part is of at most 256 values of a channel, which float32 adds up without loss
 // (conv2d_columns.cuh has why these are enough).
 //
@@ -42,8 +42,9 @@ struct Problem {
     int strips, strip_rows, segments, tiles_n;
 };
 
-constexpr int GROUPS = 2, ALL_THREADS = (1 + GROUPS) * THREADS;  // warpgroups that multiply
-using Registers = RegisterShares<THREADS, 88, GROUPS * THREADS, 208>;
+constexpr int GROUPS = 2, MAKERS = 2 * THREADS;  // warpgroups that multiply; threads that rewrite
+constexpr int ALL_THREADS = MAKERS + GROUPS * THREADS;
+using Registers = RegisterShares<MAKERS, 48, GROUPS * THREADS, 208>;
 constexpr int TILE_N = 64;
 constexpr int PRODUCTS = (ACROSS + 1) / 2;                  // of a row of the filter
 constexpr int REST = KERNEL_W - (ACROSS - 1) * STRIDE_W;    // pixels of a window's last group
@@ -94,32 +95,36 @@ struct Place {
     }
 };
 
-// The warpgroup that brings rows of the image and rewrites them as lines.
+// The threads that bring rows of the image and rewrite them as lines, each the same groups of every row.
 DEVICE void make_lines(const Layout& at, const T* x, const Problem& p, const Place& place) {
+    constexpr int EACH = (NEW * LINE + MAKERS - 1) / MAKERS;
     const int thread = threadIdx.x, steps = WARMUP + place.rows;
     const Image image{p.height, p.values};
     const T* const from = x + place.image * p.height * p.values;
     const int first_row = (place.first_p - WARMUP) * STRIDE_H - p.padding_h + KERNEL_H - NEW;
-    const auto copy = [&](int step) {
+    const auto copy = [&](int step, int slot) {
         if (step < steps)
-            image.copy<NEW, LENGTH>(shared_address(at.rows()) + step % AHEAD * ROWS_BYTES, from,
-                                    first_row + step * STRIDE_H, place.first_q * STEP + p.first, thread);
+            image.copy<NEW, LENGTH, MAKERS>(shared_address(at.rows()) + slot * ROWS_BYTES, from,
+                                            first_row + step * STRIDE_H, place.first_q * STEP + p.first, thread);
         commit_copies();
     };
-    for (int i = 0; i < AHEAD - 1; ++i) copy(i);
+    for (int i = 0; i < AHEAD - 1; ++i) copy(i, i);
     if constexpr (ZEROS) {
         if (thread < TILE_Q) reinterpret_cast<uint4*>(at.zeros())[thread] = make_uint4(0, 0, 0, 0);
     }
-    int slot = KERNEL_H - NEW;  // of the ring, where the next new rows go
+    int slot = KERNEL_H - NEW, come = 0;  // of the ring, where the next new rows go; of the rows under way
 #pragma unroll 1
     for (int step = 0; step < steps; ++step) {
         await_copies<AHEAD - 2>();
-        warpgroup_sync(1);  // the rows are there for all, and those before are rewritten
-        copy(step + AHEAD - 1);
+        warpgroups_sync<MAKERS>(1);  // the rows are there for all, and those before are rewritten
+        copy(step + AHEAD - 1, come == 0 ? AHEAD - 1 : come - 1);
         const int row = step - WARMUP;
         if (row >= UNDER_WAY) barrier_wait(at.done(row), round_of(row) ^ 1);  // their place is free
-        const u16* const rows = reinterpret_cast<const u16*>(at.rows() + step % AHEAD * ROWS_BYTES) + p.shift;
-        for (int i = thread; i < NEW * LINE; i += THREADS) {
+        const u16* const rows = reinterpret_cast<const u16*>(at.rows() + come * ROWS_BYTES) + p.shift;
+#pragma unroll
+        for (int u = 0; u < EACH; ++u) {
+            const int i = thread + u * MAKERS;
+            if (i >= NEW * LINE) break;
             const int down = i / LINE, group = i % LINE, place = slot + down < RING ? slot + down : slot + down - RING;
             const u16* const values = rows + down * LENGTH + group * STEP;
             const int to = place * LINE_BYTES + group * 16;
@@ -127,6 +132,7 @@ DEVICE void make_lines(const Layout& at, const T* x, const Problem& p, const Pla
             if constexpr (TAILS) *reinterpret_cast<uint4*>(at.tails() + to) = line_group<REST>(values);
         }
         slot = slot + NEW < RING ? slot + NEW : slot + NEW - RING;
+        come = come + 1 < AHEAD ? come + 1 : 0;
         fence_for_engine();
         __syncwarp();
         if (row >= 0 && thread % 32 == 0) barrier_arrive(at.there(row));
@@ -165,13 +171,15 @@ struct Tally {
 struct Multiplier {
     const Layout& at;
     const int group, filter, columns;  // this thread's first filter, the other is eight further; all filters
+    const u32 lines, zeros;            // addresses / 16
     u32 words[KERNEL_H][PRODUCTS][4];
     float shift[2];
 
     __device__ __forceinline__ Multiplier(const Layout& at, const Problem& p, const Place& place, const T* w,
                                           const float* bias)
-        : at(at), group(threadIdx.x / THREADS - 1),
-          filter(place.first_filter + threadIdx.x % THREADS / 32 * 16 + threadIdx.x % 32 / 4), columns(p.columns) {
+        : at(at), group(__shfl_sync(0xffffffffu, (threadIdx.x - MAKERS) / THREADS, 0)),  // the same in a warp
+          filter(place.first_filter + threadIdx.x % THREADS / 32 * 16 + threadIdx.x % 32 / 4), columns(p.columns),
+          lines(shared_address(at.lines()) >> 4), zeros(shared_address(at.zeros()) >> 4) {
 #pragma unroll
         for (int r = 0; r < KERNEL_H; ++r)
 #pragma unroll
@@ -192,15 +200,12 @@ struct Multiplier {
         for (int i = 0; i < 2; ++i) shift[i] = bias && filter + i * 8 < columns ? bias[filter + i * 8] : 0.0f;
     }
 
-    // Two groups of all windows over a line, for wgmma.cuh: K-major and not swizzled.
+    // Two groups of all windows over a line, for wgmma.cuh: K-major and not swizzled. In units of 16 bytes.
     __device__ __forceinline__ u64 windows(int line, int s) const {
-        const u32 lines = shared_address(at.lines()) + line * LINE_BYTES, tails = lines + RING * LINE_BYTES;
-        const auto place = [&](int group) {
-            if (group >= ACROSS) return shared_address(at.zeros());
-            return (TAILS && group == ACROSS - 1 ? tails : lines) + group * 16;
-        };
-        const u32 low = place(2 * s), apart = place(2 * s + 1) - low;
-        return u64((low & 0x3ffff) >> 4) | u64(apart >> 4) << 16 | u64(128 >> 4) << 32;
+        constexpr int TO_TAILS = TAILS * RING * LINE;
+        const u32 low = lines + line * LINE + 2 * s + (2 * s + 1 < ACROSS ? 0 : TO_TAILS);
+        const u32 apart = 2 * s + 1 < ACROSS ? 1 + (2 * s + 2 == ACROSS ? TO_TAILS : 0) : zeros - low;
+        return u64(low | apart << 16) | u64(128 >> 4) << 32;
     }
 
     __device__ __forceinline__ void multiply_row(float (&sum)[TILE_Q / 2], int row) const {
@@ -278,7 +283,7 @@ conv2d_stem_lines_kernel(const __grid_constant__ Maps maps, const T* __restrict_
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared};
     if (threadIdx.x < UNDER_WAY) {
-        barrier_init(at.there(threadIdx.x), WARPS);
+        barrier_init(at.there(threadIdx.x), MAKERS / 32);
         barrier_init(at.done(threadIdx.x), WARPS);
         barrier_init_done();
     }
@@ -286,7 +291,7 @@ conv2d_stem_lines_kernel(const __grid_constant__ Maps maps, const T* __restrict_
     __syncthreads();
     await_predecessor();
     const Place place(p);
-    if (threadIdx.x < THREADS) {
+    if (threadIdx.x < MAKERS) {
         Registers::give();
         make_lines(at, x, p, place);
     } else {

@@ -20,10 +20,10 @@ from minidl.cuda.rows import DTYPE
 from minidl.precision import bfloat16, float32
 from minidl.shapes import ceil_div, round_up
 
-# As in the kernel: filters of a block, warpgroups that multiply, outputs of each, rows of pixels whose lines are there,
-# rows of the image under way, values of a channel in a part of the statistics.
-FILTERS, MULTIPLYING, OUTPUTS, UNDER_WAY, AHEAD, PART = 64, 2, 2, 4, 3, 256
-THREADS = (1 + MULTIPLYING) * conv2d_stem.THREADS
+# As in the kernel: filters of a block, warpgroups that rewrite and that multiply, outputs of each, rows of pixels whose
+# lines are there, rows of the image under way, values of a channel in a part of the statistics.
+FILTERS, MAKING, MULTIPLYING, OUTPUTS, UNDER_WAY, AHEAD, PART = 64, 2, 2, 2, 4, 3, 256
+THREADS = (MAKING + MULTIPLYING) * conv2d_stem.THREADS
 WIDTHS = (32, 64, 80, 96, 112, 128)  # pixels of a tile's row, for which wgmma.cuh has products
 
 _PROBLEM = struct(
