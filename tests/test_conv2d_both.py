@@ -211,7 +211,7 @@ FAULTS = {
     "rows-are-not-waited-for": ("            barrier_wait(at.come(ring.index), ring.parity);\n", ""),
     "a-warp-is-not-waited-for": ("barrier_init(at.made(i), 4)", "barrier_init(at.made(i), 3)"),
     "one-arrival-too-many-is-expected": ("barrier_init(at.done(i), 12)", "barrier_init(at.done(i), 13)"),
-    "what-is-behind-the-last-pixel-counts": ("if (left < PIXELS) {", "if (false) {"),
+    "what-is-behind-the-last-pixel-counts": ("factors, p.pixels - tile * PIXELS", "factors, PIXELS"),
     "an-end-without-a-wait": ("    if (threadIdx.x == 0) await_stores_read<0>();\n", ""),
 }  # fmt: skip
 

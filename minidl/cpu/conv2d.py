@@ -244,8 +244,9 @@ def conv2d_backward_data_masked(
 
 
 def conv2d_makes_both(
-    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
-) -> bool:
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
+    norm: bool = False, join: bool = False, add: bool = False, tf32: bool = False,
+) -> bool:  # fmt: skip
     """Whether a kernel does what `conv2d_backward_both` does: a GPU's may."""
     return False
 
@@ -253,7 +254,8 @@ def conv2d_makes_both(
 def conv2d_backward_both(
     dz: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, w: Array, x: Array, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array, accumulate: bool = False,
-    norm: Norm | None = None, tf32: bool = False,
+    norm: Norm | None = None, join: tuple[Array, Array, Array | None] | None = None, add: Array | None = None,
+    tf32: bool = False,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Both gradients of a convolution under a batch norm over its batch, from what its output's gradient is made of.
 
@@ -263,17 +265,24 @@ def conv2d_backward_both(
         w, x: of the convolution.
         norm: (moments, gamma, beta) where ``x`` is the input of that batch norm with a ReLU over it, whose output the
             convolution saw; the gradient of ``x`` counts where that is positive.
+        join: (raw, moments, signs) where ``x`` is a rectified sum, of which ``signs`` are kept perhaps, over a batch
+            norm whose input is ``raw``; the gradient counts where the sum is positive.
+        add: as of `conv2d_backward_data`.
         out, accumulate: the filters' gradient, as of `conv2d_backward_weight`.
 
     Returns:
-        The gradient of ``x``; with ``norm`` the parts of its sums, as of `conv2d_backward_data_masked`, else None.
+        The gradient of ``x``; with ``norm`` or ``join`` the parts of that batch norm's sums, as of
+        `conv2d_backward_data_masked`, else None.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
     dy = batch_norm_backward_apply(dz, y, moments, gamma, sums, count)
     conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm)
+    if join is not None:
+        raw, below, signs = join
+        return conv2d_backward_data_masked(dy, w, raw, below, y=x, signs=signs, add=add, **geometry)
     if norm is None:
-        return conv2d_backward_data(dy, w, x.shape, **geometry), None
-    return conv2d_backward_data_masked(dy, w, x, *norm, **geometry)
+        return conv2d_backward_data(dy, w, x.shape, **geometry, add=add), None
+    return conv2d_backward_data_masked(dy, w, x, *norm, add=add, **geometry)
 
 
 def conv2d_backward_weight_pooled(

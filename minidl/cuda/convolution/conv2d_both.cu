@@ -41,8 +41,7 @@
 #define NORMALIZED BELOW
 #define BACKWARD 1
 #define STATISTICS 0
-#include "conv2d_above.cuh"
-#include "conv2d_columns.cuh"
+#include "conv2d_both_make.cuh"
 #include "conv2d_input.cuh"
 #include "wgmma.cuh"
 
@@ -149,71 +148,21 @@ DEVICE void fill(const Layout& at, const Maps& maps, const Problem& p, const Par
     }
 }
 
-// A thread of the warpgroup that makes: what it needs of eight neighbouring filters.
-struct Factors {
-    float scale[8], bend[8], offset[8];
-
-    // The warpgroup: works all of them out.
-    DEVICE void prepare(const Layout& at, const Above& above, const Problem& p) {
-        put_factors(at.factors(), above, p.filters);
-        warpgroup_sync(1 + MAKE);
-    }
-
-    __device__ __forceinline__ Factors(const Layout& at, int filter) {
-        at.factors().load(scale, 0, filter);
-        at.factors().load(bend, 1, filter);
-        at.factors().load(offset, 2, filter);
-    }
-
-    // Of two values each, the filters i and i + 1.
-    __device__ __forceinline__ u32 pair(u32 dz, u32 y, int i) const {
-        float g[2], v[2];
-        unpack_word(dz, g), unpack_word(y, v);
-#pragma unroll
-        for (int e = 0; e < 2; ++e) g[e] = fmaf(g[e], scale[i + e], fmaf(v[e], bend[i + e], offset[i + e]));
-        return Rounding<T>::round_pair(g[0], g[1]);
-    }
-    __device__ __forceinline__ uint4 operator()(uint4 dz, uint4 y) const {
-        return make_uint4(pair(dz.x, y.x, 0), pair(dz.y, y.y, 2), pair(dz.z, y.z, 4), pair(dz.w, y.w, 6));
-    }
-};
-
-// The warpgroup that makes dy, in the place of dz. A thread has the same eight filters of every eighth row of a stage.
-DEVICE void make(const Layout& at, const Problem& p, const Part& part) {
-    constexpr int ROWS = PIXELS / 8, AHEAD = 2;  // of a thread; so many are asked for before they are needed
-    const u32 thread = thread_again(), lane = thread % 32, vector = thread % 16, row = thread / 16;
-    const u32 from = vector / 8 * BOX + row * 128 + (vector % 8 ^ row) * 16;
+// The warpgroup that makes dy, in the place of dz.
+DEVICE void make(const Layout& at, const Above& above, const Problem& p, const Part& part) {
+    put_factors(at.factors(), above, p.filters);
+    warpgroup_sync(1 + MAKE);
+    const Made<FILTERS / 8> made(thread_again());
     Ring<STAGES> ring;
     for (int tile = part.first; tile < part.last; ++tile) {
-        const int left = p.pixels - tile * PIXELS;
 #pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
-            const Factors factors(at, i * FILTERS + vector * 8);
-            const u32 dz = at.stage(ring.index) + from, y = dz + 2 * BOX;
+            const Factors factors(at.factors(), i * FILTERS + made.vector * 8);
             barrier_wait(at.come(ring.index), ring.parity);
-            uint4 gradients[AHEAD], values[AHEAD];
-#pragma unroll
-            for (int j = 0; j < AHEAD; ++j) {
-                gradients[j] = load_shared(dz + j * 1024);
-                values[j] = load_shared(y + j * 1024);
-            }
-#pragma unroll
-            for (int j = 0; j < ROWS; ++j) {
-                const uint4 made = factors(gradients[j % AHEAD], values[j % AHEAD]);
-                if (j + AHEAD < ROWS) {
-                    gradients[j % AHEAD] = load_shared(dz + (j + AHEAD) * 1024);
-                    values[j % AHEAD] = load_shared(y + (j + AHEAD) * 1024);
-                }
-                store_shared(dz + j * 1024, made, 1);
-            }
-            if (left < PIXELS) {  // behind the last pixel dy is zero; a choice for each value would be a branch each
-#pragma unroll
-                for (int j = 0; j < ROWS; ++j)
-                    store_shared(dz + j * 1024, make_uint4(0, 0, 0, 0), int(row) + j * 8 >= left);
-            }
+            made.make(at.stage(ring.index), factors, p.pixels - tile * PIXELS);
             fence_for_engine();
             __syncwarp();
-            if (lane == 0) barrier_arrive(at.made(ring.index));
+            if (threadIdx.x % 32 == 0) barrier_arrive(at.made(ring.index));
             ring.advance();
         }
     }
@@ -360,8 +309,7 @@ conv2d_both_kernel(const __grid_constant__ Maps maps, float* __restrict__ partia
         if (threadIdx.x == FILL * 128) fill(at, maps, p, Part(p));
     } else if (role == MAKE) {
         set_registers<EACH, FOR_MAKE>();
-        Factors::prepare(at, {moments, gamma, dy_sums, count}, p);
-        make(at, p, Part(p));
+        make(at, {moments, gamma, dy_sums, count}, p, Part(p));
     } else if (role == DATA) {
         set_registers<EACH, FOR_DATA>();
         make_data(at, maps, p, Part(p), {below_moments, below_gamma, below_beta, p.channels}, sums);

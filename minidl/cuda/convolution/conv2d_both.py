@@ -7,13 +7,14 @@ was read twice over. The kernel, for 16-bit types on Hopper, is in conv2d_both.c
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty
-from minidl.cuda.convolution import conv2d_join
+from minidl.cuda.convolution import conv2d_both_wide, conv2d_hopper, conv2d_join
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
 from minidl.cuda.convolution.conv2d import (
     Norm,
@@ -32,6 +33,7 @@ from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_backward_apply
+from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -86,15 +88,29 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
 
 def conv2d_makes_both(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: int = False,
+    norm: bool = False, join: bool = False, add: bool = False, tf32: int = False,
 ) -> bool:  # fmt: skip
-    """Whether `conv2d_backward_both` has kernels of its own, which should be faster than a pass for each."""
+    """Whether `conv2d_backward_both` has kernels of its own, which should be faster than a pass for each.
+
+    Args:
+        norm, join, add: whether it will get these.
+    """
     who = "conv2d_makes_both"
     conv, code = convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who)
-    return _taken(conv, code) or conv2d_join.makes_backward(conv, code)
+    return _way(conv, code, norm, join, add) is not None
 
 
-def _taken(conv: Convolution, code: int) -> bool:
+def _way(conv: Convolution, code: int, norm: bool, join: bool, add: bool) -> str | None:
+    """Which kernel: "deep", of conv2d_both.cu; "wide", of conv2d_both_wide.cu; "join", of conv2d_join.cu, and one for
+    the filters' gradient; None: passes."""
+    if not join and not add and _taken(conv, code, pays, applies):
+        return "deep"
+    if not norm and _taken(conv, code, conv2d_both_wide.pays, conv2d_both_wide.applies):
+        return "wide"
+    return "join" if not join and not add and conv2d_join.makes_backward(conv, code) else None
+
+
+def _taken(conv: Convolution, code: int, pays: Callable[..., bool], applies: Callable[..., bool]) -> bool:
     family = forced_family()
     wanted = family == "hopper" or (family is None and pays(conv.channels, conv.out_channels))
     return wanted and applies(conv, code, current_device())
@@ -103,33 +119,40 @@ def _taken(conv: Convolution, code: int) -> bool:
 def conv2d_backward_both(
     dz: Any, y: Any, moments: Any, gamma: Any, sums: Any, count: Any, w: Any, x: Any, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any, accumulate: bool = False,
-    norm: Norm | None = None, tf32: int = False,
+    norm: Norm | None = None, join: tuple[Any, Any, Any] | None = None, add: Any | None = None, tf32: int = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel, or with the data gradient made on its way
     (`conv2d_join.backward`), where `conv2d_makes_both`."""
     who = "conv2d_backward_both"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
-    code = check_operands(who, dz, w, None, None, x, tf32)
+    code = check_operands(who, dz, w, None, None if conv2d_hopper.is_spaced(conv, add) else add, x, tf32)
     check_alike(who, dz, y=y)
     check_sum(who, out)
     for name, array, shape in (("dz", dz, conv.y_shape), ("out", out, w.shape)):
         if array.shape != shape:
             raise checks.bad_shape(who, name, str(shape), array.shape)
-    above = moments, gamma, sums, count
-    if _taken(conv, code):
+    if join is not None:
+        check_alike(who, x, raw=join[0])
+        check_signs(join[2], x)
+    above, way = (moments, gamma, sums, count), _way(conv, code, norm is not None, join is not None, add is not None)
+    if way == "deep":
         return _backward(conv, code, dz, y, above, w, x, norm, out, accumulate)
-    joins = conv2d_join.makes_backward(conv, code)
-    if joins:
+    if way == "wide":
+        return conv2d_both_wide.backward(conv, code, dz, y, above, w, x, add, join, out, accumulate)
+    if way == "join":
         dy, dx, parts = conv2d_join.backward(conv, code, dz, y, above, w, x, norm)
     else:
         dy = batch_norm_backward_apply(dz, y, *above)
     conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm, tf32=tf32)
-    if joins:
+    if way == "join":
         return dx, parts
+    if join is not None:
+        facts = {"y": x, "signs": join[2], "add": add}
+        return conv2d_backward_data_masked(dy, w, *join[:2], **facts, **geometry, tf32=tf32)
     if norm is None:
-        return conv2d_backward_data(dy, w, x.shape, **geometry, tf32=tf32), None
-    return conv2d_backward_data_masked(dy, w, x, *norm, **geometry, tf32=tf32)
+        return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
+    return conv2d_backward_data_masked(dy, w, x, *norm, add=add, **geometry, tf32=tf32)
 
 
 def _backward(
