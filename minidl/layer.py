@@ -87,6 +87,7 @@ class Layer(checks.Told):
         self._again = False  # within `rerun`
         self._has_saved = False  # in this forward pass
         self._taken: SimpleNamespace | None = None
+        self._add: Any = None  # what the gradient of the input is added to, in the pass under way
         self._checked: Any = None  # facts of the last inputs that passed the door (`_enter`), and the output's shape
         self._kept: Any = None  # the same of the last forward pass that `backward` may go back through
 
@@ -266,7 +267,7 @@ class Layer(checks.Told):
         array = self._enter_gradient(dy)
         if add is not None:
             add = self._enter_add(add)
-        self._taken = self.store.take(self.name)
+        self._taken, self._add = self.store.take(self.name), add
         if self._arena is not None:
             self._arena.begin_step()
         params = self.params or None
@@ -290,7 +291,7 @@ class Layer(checks.Told):
                 self._arena.abandon()
             raise
         finally:
-            self._taken = None
+            self._taken = self._add = None
         if self._arena is not None:
             for _ in self._arena.finished():
                 pass  # a layer alone hands over finished gradients

@@ -9,7 +9,7 @@ import pytest
 
 import minidl as m
 from minidl.cuda import nvrtc
-from minidl.cuda.convolution import conv2d_both, conv2d_join
+from minidl.cuda.convolution import conv2d_both, conv2d_both_wide, conv2d_join
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN, current_device
 from minidl.cuda.launch import dry_run
@@ -145,7 +145,11 @@ def test_plans_are_lazy_where_there_is_a_kernel_that_should_be_faster(monkeypatc
         there = conv2d_both.applies(conv, code, H200) and conv2d_both.pays(channels, filters)
         there = there or conv2d_join.applies(conv, code, H200, True)
         layer = m.Conv2d(channels, filters, 1, bias=False, name="conv")
-        assert machine.does(layer, "lazy", mode) == there, (storage, channels, filters)
+        assert machine.does(layer, "lazy", mode, activated=True) == there, (storage, channels, filters)
+        wide = conv2d_both_wide.applies(conv, code, H200) and conv2d_both_wide.pays(channels, filters)
+        assert machine.does(layer, "lazy", mode) == (there or wide)
+        assert machine.does(layer, "lazy", mode, adds=True) == wide
+        assert not machine.does(layer, "lazy", mode, activated=True, adds=True)
         assert not cost.Machine.of(device).does(layer, "lazy", mode)
 
 

@@ -1,4 +1,4 @@
-"""The kernel for first layers that reads windows from lines: taken by name, as it was not measured yet."""
+"""The kernel for first layers that reads windows from lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.reference import conv2d as reference
 from tests.test_conv2d_statistics import check, operands
 from tests.tolerance import assert_close, draw, draw_integers
 
-H200, LINES = BUILT_IN["H200"], Choice("stem", "lines")
+H200, LINES = BUILT_IN["H200"], Choice("stem")
 CASES = [
     Case("7x7-c3", (2, 20, 64, 3), (64, 7, 7), stride=(2, 2), padding=(3, 3)),
     Case("odd-rows-and-further-filters", (1, 13, 64, 3), (80, 7, 7), stride=(2, 2), padding=(3, 3)),

@@ -245,7 +245,7 @@ def conv2d_backward_data_masked(
 
 def conv2d_makes_both(
     x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: bool = False, join: bool = False, add: bool = False, tf32: bool = False,
+    norm: bool = False, below: int = 0, add: bool = False, tf32: bool = False,
 ) -> bool:  # fmt: skip
     """Whether a kernel does what `conv2d_backward_both` does: a GPU's may."""
     return False
@@ -254,8 +254,8 @@ def conv2d_makes_both(
 def conv2d_backward_both(
     dz: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, w: Array, x: Array, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array, accumulate: bool = False,
-    norm: Norm | None = None, join: tuple[Array, Array, Array | None] | None = None, add: Array | None = None,
-    tf32: bool = False,
+    norm: Norm | None = None, below: tuple[Array, Array] | None = None, other: tuple[Array, Array] | None = None,
+    add: Array | None = None, tf32: bool = False,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Both gradients of a convolution under a batch norm over its batch, from what its output's gradient is made of.
 
@@ -265,21 +265,21 @@ def conv2d_backward_both(
         w, x: of the convolution.
         norm: (moments, gamma, beta) where ``x`` is the input of that batch norm with a ReLU over it, whose output the
             convolution saw; the gradient of ``x`` counts where that is positive.
-        join: (raw, moments, signs) where ``x`` is a rectified sum, of which ``signs`` are kept perhaps, over a batch
-            norm whose input is ``raw``; the gradient counts where the sum is positive.
+        below: input and moments of a batch norm under a ReLU, perhaps with more in a sum, whose output ``x`` is; the
+            gradient counts where that is positive.
+        other: likewise of another batch norm in that sum; as of `conv2d_backward_data_masked`.
         add: as of `conv2d_backward_data`.
         out, accumulate: the filters' gradient, as of `conv2d_backward_weight`.
 
     Returns:
-        The gradient of ``x``; with ``norm`` or ``join`` the parts of that batch norm's sums, as of
+        The gradient of ``x``; with ``norm`` or ``below`` the parts of that batch norm's sums, as of
         `conv2d_backward_data_masked`, else None.
     """
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "tf32": tf32}
     dy = batch_norm_backward_apply(dz, y, moments, gamma, sums, count)
     conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm)
-    if join is not None:
-        raw, below, signs = join
-        return conv2d_backward_data_masked(dy, w, raw, below, y=x, signs=signs, add=add, **geometry)
+    if below is not None:
+        return conv2d_backward_data_masked(dy, w, *below, y=x, other=other, add=add, **geometry)
     if norm is None:
         return conv2d_backward_data(dy, w, x.shape, **geometry, add=add), None
     return conv2d_backward_data_masked(dy, w, x, *norm, add=add, **geometry)

@@ -12,13 +12,13 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple
 
-from minidl.cuda.convolution import conv2d_both, conv2d_join, conv2d_stem
+from minidl.cuda.convolution import conv2d_both, conv2d_both_wide, conv2d_join, conv2d_stem
 from minidl.cuda.device import DeviceRecord
 from minidl.fusion.plans import MODES, Plan, candidates, fingerprint, modes_of, way_of
 from minidl.fusion.sites import Site
 from minidl.graph import Graph
 from minidl.layer import Layer
-from minidl.layers import Conv2d, ConvTranspose2d
+from minidl.layers import BatchNorm2d, Conv2d, ConvTranspose2d, ReLU
 from minidl.precision import Precision, bfloat16
 
 HOPPER = (9, 0)
@@ -99,8 +99,15 @@ class Machine(NamedTuple):
             return cls(5e7, None)
         return cls(4.2e9 if device.arch >= HOPPER else 1.7e9, device.arch)
 
-    def does(self, layer: Layer, mode: str, precision: Precision) -> bool:
-        """Whether a convolution, or a pooling, has kernels for a mode; else the work is done in passes of its own."""
+    def does(
+        self, layer: Layer, mode: str, precision: Precision, *, activated: bool = False, adds: bool = False
+    ) -> bool:
+        """Whether a convolution, or a pooling, has kernels for a mode; else the work is done in passes of its own.
+
+        Args:
+            activated, adds: of "lazy": whether it reads a ReLU over a batch norm alone; whether its input's gradient is
+                added to that of others who read it.
+        """
         if not isinstance(layer, (Conv2d, ConvTranspose2d)):
             return True
         if mode == "rectified" and layer.in_channels <= STEM and precision.storage.itemsize == 2:
@@ -114,7 +121,8 @@ class Machine(NamedTuple):
         if mode == "lazy" and layer.in_channels <= STEM and isinstance(layer, Conv2d):
             fits = conv2d_stem.undoes_pooling(layer.in_channels, layer.out_channels, layer.kernel_size, layer.stride)
             return self.arch == HOPPER and precision.storage.itemsize == 2 and fits
-        if mode == "lazy" and not (_makes_both(layer) or conv2d_join.fits(layer.in_channels, layer.out_channels, True)):
+        joins = not adds and conv2d_join.fits(layer.in_channels, layer.out_channels, True)
+        if mode == "lazy" and not (_makes_both(layer, activated, adds) or joins):
             return False
         if mode == "join" and not conv2d_join.fits(layer.in_channels, layer.out_channels):
             return False
@@ -123,10 +131,11 @@ class Machine(NamedTuple):
         return self.arch == HOPPER and aligned and narrow
 
 
-def _makes_both(conv: Conv2d | ConvTranspose2d) -> bool:
+def _makes_both(conv: Conv2d | ConvTranspose2d, activated: bool, adds: bool) -> bool:
     """Whether one kernel makes both gradients of what a batch norm's is made of; else the one that is made on the way
     into the data gradient is written for the weight's."""
-    return conv2d_both.pays(conv.in_channels, conv.out_channels)
+    sizes = conv.in_channels, conv.out_channels
+    return (not adds and conv2d_both.pays(*sizes)) or (not activated and conv2d_both_wide.pays(*sizes))
 
 
 def _labels(layer: Conv2d | ConvTranspose2d) -> bool:
@@ -148,10 +157,20 @@ class Predicted(NamedTuple):
 
 def runs_as(graph: Graph, site: Site, way: str, precision: Precision, machine: Machine) -> str:
     """The way whose kernels ``way`` comes to here: modes that a convolution has no kernel for fall away."""
-    layer = lambda mode: graph[getattr(site, MODES[mode].by)].layer  # noqa: E731
-    return way_of(
-        mode for mode in modes_of(way) if MODES[mode].by is None or machine.does(layer(mode), mode, precision)
-    )
+
+    def does(mode: str) -> bool:
+        return machine.does(graph[getattr(site, MODES[mode].by)].layer, mode, precision, **_around(graph, site, mode))
+
+    return way_of(mode for mode in modes_of(way) if MODES[mode].by is None or does(mode))
+
+
+def _around(graph: Graph, site: Site, mode: str) -> dict[str, bool]:
+    """What a convolution's kernels for a mode depend on beside it."""
+    if mode != "lazy":
+        return {}
+    source = graph.nodes[graph[site.producer].inputs[0]]
+    below = graph.nodes[source.inputs[0]].layer if isinstance(source.layer, ReLU) else None
+    return {"activated": isinstance(below, BatchNorm2d), "adds": site.adds}
 
 
 def predict(graph: Graph, site: Site, way: str, batch: int, precision: Precision, machine: Machine) -> Predicted:
@@ -168,8 +187,9 @@ def _costs(graph: Graph, site: Site, mode: str) -> tuple[float, float]:
     """What a mode costs the convolution that does it, forward and backward, in passes over the site's tensor."""
     if mode == "prologue" and _waits_for_memory(graph[site.taker].layer, site):
         return CHEAP
-    if mode == "lazy" and not site.pooled and not _makes_both(graph[site.producer].layer):
-        return WRITTEN
+    if mode == "lazy" and not site.pooled:
+        both = _makes_both(graph[site.producer].layer, **_around(graph, site, mode))
+        return MODES[mode].costs if both else WRITTEN
     return MODES[mode].costs
 
 

@@ -24,7 +24,8 @@ class Site:
         first_back: whether its gradient is the first of the join's that backward asks for, which masks for both.
         shape: (H, W, C) or (C,), of one sample.
         producer: name of the convolution below it, if it alone reads that.
-        lean: whether that is of 1x1 without stride and bias, and its input's gradient begins with it.
+        lean: whether that is of 1x1 without stride and bias.
+        adds: whether it does not begin its input's gradient, but adds to that of others who read it.
         begins: whether it reads the network's input, whose gradient nobody needs, and has no bias.
         joined: over a concatenation the names of that, and of convolutions that write for it alone.
         taker: name of the convolution above the ReLU whose data gradient is the last of the ReLU's readers, hence the
@@ -49,6 +50,7 @@ class Site:
     why: str | None = None
     producer: str | None = None
     lean: bool = False
+    adds: bool = False
     begins: bool = False
     joined: tuple[str, ...] | None = None
     taker: str | None = None
@@ -112,10 +114,12 @@ def find_sites(graph: Graph) -> list[Site]:
             site = _site(graph, node, readers)
             taker, sole = _taker(graph, site, readers)
             producer = _producer(graph, node, readers)
-            lean = producer is not None and _lean(graph, graph[producer], readers)
+            lean = producer is not None and _is_point(graph[producer].layer)
+            adds = producer is not None and _adds(graph[producer], readers)
             begins = producer is not None and _begins(graph, graph[producer])
             point = taker is not None and _is_point(graph[taker].layer)
-            below = {"producer": producer, "lean": lean, "begins": begins, "joined": _joined(graph, node, readers)}
+            below = {"producer": producer, "lean": lean, "adds": adds, "begins": begins}
+            below["joined"] = _joined(graph, node, readers)
             above = {"pooled": _pooled(graph, site, readers), "gated": _gated(graph, site, readers)}
             sites.append(replace(site, **below, taker=taker, sole=sole, point=point, **above))
         elif isinstance(node.layer, ReLU) and (producer := _producer(graph, node, readers)) is not None:
@@ -140,8 +144,8 @@ def _producer(graph: Graph, node: Node, readers: list[list[int]]) -> str | None:
     return source.name if alone else None
 
 
-def _lean(graph: Graph, node: Node, readers: list[list[int]]) -> bool:
-    return _is_point(node.layer) and max(readers[node.inputs[0]]) == node.index
+def _adds(node: Node, readers: list[list[int]]) -> bool:
+    return max(readers[node.inputs[0]]) > node.index
 
 
 def _begins(graph: Graph, node: Node) -> bool:

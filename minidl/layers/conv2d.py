@@ -98,23 +98,25 @@ class _Convolution(Layer):
 
     def _masked(self, dy: Any, kept: Any, **options: Any) -> Any:
         """The input's gradient, masked and summed for what `_below` kept where a kernel does this on the way."""
-        relu, norm, sole, affine = kept.below
+        _, _, sole, affine = kept.below
         output = {} if sole else {"y": kept.x, "signs": kept.signs}
-        other, further = None, ("", None)
-        if hasattr(kept, "other"):
-            other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
-            if kept.signs is not None and self._takes_pair(kept):
-                output["other"] = other.raw, other.moments
+        if hasattr(kept, "other") and kept.signs is not None and self._takes_pair(kept):
+            output["other"] = kept.other_raw, kept.other_moments
         dx, parts = self.ops.conv2d_backward_data_masked(
             dy, self.params["weight"], kept.raw, kept.moments, *affine, **output, **self.geometry, tf32=self.tf32,
             **options,
         )  # fmt: skip
-        if "other" in output:
-            further, parts, other = (kept.other, parts[1]), parts[0], None
-        if parts is None:
-            return dx
-        gradient = MaskedGradient.masked(dx, relu, norm, parts, other)
-        gradient.further = further
+        return dx if parts is None else self._summed(dx, parts, kept, "other" in output)
+
+    def _summed(self, dx: Any, parts: Any, kept: Any, pair: bool) -> MaskedGradient:
+        """A masked gradient with the sums of the batch norm below, and of another under the same sum, if it is a
+        ``pair``; else that one's are to be taken."""
+        relu, norm, _, _ = kept.below
+        gradient = MaskedGradient.masked(dx, relu, norm, parts[0] if pair else parts)
+        if pair:
+            gradient.further = kept.other, parts[1]
+        elif hasattr(kept, "other"):
+            gradient.other = Normalized(kept.other_raw, kept.other_moments, None, None, kept.other)
         return gradient
 
     def _takes_pair(self, kept: Any) -> bool:
@@ -256,8 +258,8 @@ class Conv2d(_Convolution):
             if pooled is not None and not self.needs_input_grad and not self.biased and hasattr(kept, "x"):
                 facts = pooled.array, pooled.index, *dy.facts, kept.x
                 self.ops.conv2d_backward_weight_pooled(*facts, pooling=pooled.window, **options)
-            elif isinstance(dy, NormGradient) and pooled is None and self._makes_both(kept):
-                self._backward_both(dy, kept, options)
+            elif isinstance(dy, NormGradient) and pooled is None and (both := self._both(kept)) is not None:
+                self._backward_both(dy, kept, both, options)
             else:
                 # An input that was never written is made again.
                 x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
@@ -269,23 +271,32 @@ class Conv2d(_Convolution):
             kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32
         )
 
-    def _makes_both(self, kept: Any) -> bool:
-        """Whether a kernel makes both gradients of what a batch norm above has left to do: the input's as it is, or
-        masked for a ReLU over a batch norm alone."""
+    def _both(self, kept: Any) -> dict[str, Any] | None:
+        """What a kernel is told that makes both gradients of what a batch norm above has left to do, the input's as it
+        is, or masked for a ReLU below; None where there is none that can."""
         if not self.needs_input_grad or self.biased or self.sums or hasattr(kept, "relu"):
-            return False
-        if hasattr(kept, "below"):
+            return None
+        add = self._add.dy if isinstance(self._add, SpacedGradient) else self._add
+        if not hasattr(kept, "below"):
+            ways = [{"x": kept.x}] if hasattr(kept, "x") else []
+        else:
             _, _, sole, affine = kept.below
-            if not (self.masks and sole and all(vector is not None for vector in affine)):
-                return False
-        shape = (kept.x if hasattr(kept, "x") else kept.raw).shape
-        return self.ops.conv2d_makes_both(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+            known = sole and all(vector is not None for vector in affine)
+            ways = [{"x": kept.raw, "norm": (kept.moments, *affine)}] if known else []
+            if hasattr(kept, "x"):
+                ways.append({"x": kept.x, "below": (kept.raw, kept.moments)})
+                if self.pairs and hasattr(kept, "other"):
+                    ways.insert(-1, ways[-1] | {"other": (kept.other_raw, kept.other_moments)})
+            ways = ways if self.masks else []
+        for way in ways:
+            facts = {"norm": "norm" in way, "below": ("below" in way) + ("other" in way), "add": add is not None}
+            if self.ops.conv2d_makes_both(way["x"].shape, self.params["weight"], **self.geometry, **facts, tf32=self.tf32):
+                return way | {"add": add}
+        return None
 
-    def _backward_both(self, dy: NormGradient, kept: Any, options: dict[str, Any]) -> None:
-        below = getattr(kept, "below", None)
-        x, norm = (kept.x, None) if below is None else (kept.raw, (kept.moments, *below[3]))
-        dx, parts = self.ops.conv2d_backward_both(dy.dy, *dy.facts, self.params["weight"], x, norm=norm, **options)
-        dy.passed = dx if below is None else MaskedGradient.masked(dx, below[0], below[1], parts)
+    def _backward_both(self, dy: NormGradient, kept: Any, both: dict[str, Any], options: dict[str, Any]) -> None:
+        dx, parts = self.ops.conv2d_backward_both(dy.dy, *dy.facts, self.params["weight"], **both, **options)
+        dy.passed = self._summed(dx, parts, kept, "other" in both) if hasattr(kept, "below") else dx
 
     @property
     def every_second(self) -> bool:
@@ -297,7 +308,7 @@ class Conv2d(_Convolution):
         return self.ops.conv2d_adds_spaced(shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def backward_data(self, dy: Any, add: Any = None) -> Any:
-        if isinstance(dy, NormGradient) and dy.passed is not None and add is None:
+        if isinstance(dy, NormGradient) and dy.passed is not None and add is self._add:
             return dy.passed
         dy, add = finished(self.ops, dy), add.dy if isinstance(add, SpacedGradient) else add
         kept, weight, options = self.saved(), self.params["weight"], {**self.geometry, "add": add, "tf32": self.tf32}

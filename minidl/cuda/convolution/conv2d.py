@@ -155,7 +155,7 @@ def _forward(
         return _rectified(y, relu), None
     choice = _choose(who, question)
     if choice.family == "stem":
-        lines = choice.tile == "lines" and conv2d_stem_lines.applies(conv, code, current_device())
+        lines = choice.tile != "registers" and conv2d_stem_lines.applies(conv, code, current_device())
         return y, (conv2d_stem_lines if lines else conv2d_stem).forward(conv, x, w, bias, y, relu, statistics)
     wide = conv if choice.family in _ANY_CHANNELS else widened(conv, code)
     if wide is not conv:

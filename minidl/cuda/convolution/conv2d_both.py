@@ -33,7 +33,6 @@ from minidl.cuda.device import HOPPER, DeviceRecord, current_device
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_backward_apply
-from minidl.cuda.norm.signs import check_signs
 from minidl.cuda.rows import dtype_code, rows
 from minidl.precision import float32
 from minidl.shapes import Pair, ceil_div
@@ -88,26 +87,26 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
 
 def conv2d_makes_both(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: bool = False, join: bool = False, add: bool = False, tf32: int = False,
+    norm: bool = False, below: int = 0, add: bool = False, tf32: int = False,
 ) -> bool:  # fmt: skip
     """Whether `conv2d_backward_both` has kernels of its own, which should be faster than a pass for each.
 
     Args:
-        norm, join, add: whether it will get these.
+        norm, below, add: whether it will get these; ``below`` 2: and ``other``.
     """
     who = "conv2d_makes_both"
     conv, code = convolution(who, x_shape, w.shape, stride, padding, dilation, groups), dtype_code(w, who)
-    return _way(conv, code, norm, join, add) is not None
+    return _way(conv, code, norm, below, add) is not None
 
 
-def _way(conv: Convolution, code: int, norm: bool, join: bool, add: bool) -> str | None:
+def _way(conv: Convolution, code: int, norm: bool, below: int, add: bool) -> str | None:
     """Which kernel: "deep", of conv2d_both.cu; "wide", of conv2d_both_wide.cu; "join", of conv2d_join.cu, and one for
     the filters' gradient; None: passes."""
-    if not join and not add and _taken(conv, code, pays, applies):
+    if not below and not add and _taken(conv, code, pays, applies):
         return "deep"
     if not norm and _taken(conv, code, conv2d_both_wide.pays, conv2d_both_wide.applies):
         return "wide"
-    return "join" if not join and not add and conv2d_join.makes_backward(conv, code) else None
+    return "join" if not below and not add and conv2d_join.makes_backward(conv, code) else None
 
 
 def _taken(conv: Convolution, code: int, pays: Callable[..., bool], applies: Callable[..., bool]) -> bool:
@@ -119,7 +118,8 @@ def _taken(conv: Convolution, code: int, pays: Callable[..., bool], applies: Cal
 def conv2d_backward_both(
     dz: Any, y: Any, moments: Any, gamma: Any, sums: Any, count: Any, w: Any, x: Any, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any, accumulate: bool = False,
-    norm: Norm | None = None, join: tuple[Any, Any, Any] | None = None, add: Any | None = None, tf32: int = False,
+    norm: Norm | None = None, below: tuple[Any, Any] | None = None, other: tuple[Any, Any] | None = None,
+    add: Any | None = None, tf32: int = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel, or with the data gradient made on its way
     (`conv2d_join.backward`), where `conv2d_makes_both`."""
@@ -132,14 +132,16 @@ def conv2d_backward_both(
     for name, array, shape in (("dz", dz, conv.y_shape), ("out", out, w.shape)):
         if array.shape != shape:
             raise checks.bad_shape(who, name, str(shape), array.shape)
-    if join is not None:
-        check_alike(who, x, raw=join[0])
-        check_signs(join[2], x)
-    above, way = (moments, gamma, sums, count), _way(conv, code, norm is not None, join is not None, add is not None)
+    if below is not None:
+        check_alike(who, x, raw=below[0], other=None if other is None else other[0])
+    number = (below is not None) + (other is not None)
+    above, way = (moments, gamma, sums, count), _way(conv, code, norm is not None, number, add is not None)
+    if other is not None and (way != "wide" or below is None):
+        raise checks.bad_value(who, "other", "None unless conv2d_makes_both, and with below", "a batch norm")
     if way == "deep":
         return _backward(conv, code, dz, y, above, w, x, norm, out, accumulate)
     if way == "wide":
-        return conv2d_both_wide.backward(conv, code, dz, y, above, w, x, add, join, out, accumulate)
+        return conv2d_both_wide.backward(conv, code, dz, y, above, w, x, add, below, other, out, accumulate)
     if way == "join":
         dy, dx, parts = conv2d_join.backward(conv, code, dz, y, above, w, x, norm)
     else:
@@ -147,9 +149,8 @@ def conv2d_backward_both(
     conv2d_backward_weight(dy, x, **geometry, out=out, accumulate=accumulate, norm=norm, tf32=tf32)
     if way == "join":
         return dx, parts
-    if join is not None:
-        facts = {"y": x, "signs": join[2], "add": add}
-        return conv2d_backward_data_masked(dy, w, *join[:2], **facts, **geometry, tf32=tf32)
+    if below is not None:
+        return conv2d_backward_data_masked(dy, w, *below, y=x, add=add, **geometry, tf32=tf32)
     if norm is None:
         return conv2d_backward_data(dy, w, x.shape, **geometry, add=add, tf32=tf32), None
     return conv2d_backward_data_masked(dy, w, x, *norm, add=add, **geometry, tf32=tf32)

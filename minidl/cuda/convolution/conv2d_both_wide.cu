@@ -5,9 +5,10 @@
 //   dw[k,c] = sum_p dy[p,k] x[p,c]
 //   dx[p,c] = sum_k dy[p,k] w[k,c] + add[p,c]
 //
-// JOIN: x is a rectified residual sum; dx is masked by its signs (signs.cuh), and summed for a batch norm below the sum,
-// whose input is `raw`, as in conv2d_hopper.cu (MASKED 4 there). This is the first convolution of a residual block: what
-// comes down the shortcut is `add`. By kernels of their own x is read once more and dy, small beside x, three times.
+// BELOW: x is a ReLU's output; dx is masked where that is not positive, and summed for a batch norm under the ReLU, whose
+// input is `raw`, as in conv2d_hopper.cu (MASKED 2 there). This is the first convolution of a residual block, and what
+// comes down the shortcut is `add`. By kernels of their own x is read twice and dy, small beside it, three times. BELOW 2:
+// under the ReLU is a sum of two batch norms; of the other one, whose input is `other`, sums are taken, too.
 //
 // A block owns COLUMNS columns c, all filters k and a chunk of the pixels, 64 at a time: dw stays in registers until its
 // last tile. Columns come and go in pieces of 64; dy is made once for all of them. Chunks depend on the sizes alone, so
@@ -16,24 +17,24 @@
 // The arrays are seen through tensor maps (conv2d_both_wide.py makes them), boxes of 64 x 64 unless it says otherwise:
 //   dz, y         (K, pixels)
 //   w             (C, K): 64 x FILTERS
-//   x, raw, add, dx  (C, pixels)
-//   signs         (C / 8, pixels) bytes: 16 x 64
+//   x, raw, other, add, dx  (C, pixels)
 //   spaced        ADD 2: of (images, height, width, C) every second pixel of every second line, T
 //   partials      (chunks, K, C) float32, for sum_partials_kernel
-//   sums          with JOIN: (chunks * parts, 2, C) float32, for batch_norm_merge.cu; a part is TILES_OF_PART tiles
+//   sums          with BELOW: (BELOW, chunks * parts, 2, C) float32, for batch_norm_merge.cu; a part is TILES_OF_PART
+//                 tiles
 // A stage is what dy of a tile is made of: boxes of dz, where dy takes their place, then of y. A slot is a piece of a
-// tile: x, the addend, where dx takes its place, and with JOIN raw and signs.
+// tile: x, the addend, where dx takes its place, and with BELOW raw, and `other`.
 //
-// Macros: DTYPE (1, 2); FILTERS (64, 128), room for those there are; JOIN; ADD, 0: nothing is added, 1: an array like dx,
-// 2: `spaced`; STAGES and SLOTS in shared memory.
+// Macros: DTYPE (1, 2); FILTERS (64, 128), room for those there are; BELOW (0, 1, 2); ADD, 0: nothing is added, 1: an array
+// like dx, 2: `spaced`; STAGES and SLOTS in shared memory.
 // Grid: column blocks first, then chunks. Block: five warpgroups, each a role: two make dx of every other piece, one
-// multiplies for dw, one makes dy; of the last one a warp fills stages, one slots, one stores, one brings what is spaced.
+// multiplies for dw, one makes dy and brings what is spaced; of the last one a warp fills stages, one slots, one stores.
 // Dynamic shared memory: `Layout::BYTES`.
 // What should bound it is memory: of 64 filters and 256 columns a piece of 64 pixels takes 2000 clocks to come and go at
 // 4.2 TB/s, its products 260, mask and sums some 900 of a warpgroup (by count of instructions) and shared memory 800.
-// FLOP: 4 * K * C * pixels. Bytes: x, dx, add, raw once, signs, dz and y once (from the L2 cache for further columns);
+// FLOP: 4 * K * C * pixels. Bytes: x, dx, add, raw once, dz and y once (from the L2 cache for further columns);
 // 4 * chunks * |dw| twice.
-#define MASKED (JOIN ? 4 : 0)
+#define MASKED (BELOW ? 2 : 0)
 #define BACKWARD 1
 #define STATISTICS 0
 #include "conv2d_columns.cuh"
@@ -43,19 +44,19 @@
 constexpr int PIXELS = 64, BOX = PIXELS * 128;                   // of a tile; bytes
 constexpr int HALVES = FILTERS / 64, PIECES = 4 / HALVES, COLUMNS = 64 * PIECES;
 constexpr int STAGE = 2 * HALVES * BOX, FILTER_PIECE = FILTERS * 128;
-constexpr int SIGNS = PIXELS * SIGN_CHUNK, SLOT = 2 * BOX + (JOIN ? BOX + SIGNS : 0);
+constexpr int SLOT = (2 + BELOW) * BOX;
 constexpr int TILES_OF_PART = 4;
 static_assert(HALVES == 1 || HALVES == 2, "the sums of dw fill the registers of a warpgroup");
 
 // The roles, by warpgroup; those of the last, by warp.
 constexpr int DATA = 0, WEIGHT = 2, MAKE = 3, MOVE = 4, THREADS = 5 * 128;
-constexpr int FILL_STAGES = 0, FILL_SLOTS = 1, STORE = 2, GATHER = 3;
+constexpr int FILL_STAGES = 0, FILL_SLOTS = 1, STORE = 2;
 constexpr int EACH = 65536 / THREADS / 8 * 8;  // registers of a thread at first
 constexpr int FOR_DATA = 96, FOR_WEIGHT = 168, FOR_MAKE = 80, FOR_MOVE = 40;
 static_assert(2 * FOR_DATA + FOR_WEIGHT + FOR_MAKE + FOR_MOVE <= 5 * EACH, "no more registers than there are");
 
 struct Maps {
-    TensorMap dz, y, w, x, dx, add, raw, signs;
+    TensorMap dz, y, w, x, dx, add, raw, other;
 };
 
 struct Problem {
@@ -82,18 +83,17 @@ struct Part {
 };
 
 struct Layout {
-    static constexpr int SLOTS_AT = PIECES * FILTER_PIECE + STAGES * STAGE, SIGNS_AT = SLOTS_AT + SLOTS * (SLOT / BOX * BOX);
+    static constexpr int SLOTS_AT = PIECES * FILTER_PIECE + STAGES * STAGE;
     static constexpr int FACTORS = SLOTS_AT + SLOTS * SLOT, BARRIERS = FACTORS + 3 * FILTERS * 4;
     static constexpr int BYTES = BARRIERS + 8 * (3 * STAGES + 4 * SLOTS + 1);
     u32 base;
 
     __device__ __forceinline__ u32 filters(int piece) const { return base + piece * FILTER_PIECE; }
     __device__ __forceinline__ u32 stage(int i) const { return base + PIECES * FILTER_PIECE + i * STAGE; }
-    // Of a slot: x; the addend, then dx; with JOIN raw; and signs, which lie behind all slots.
-    __device__ __forceinline__ u32 input(int i) const { return base + SLOTS_AT + i * (SLOT / BOX * BOX); }
+    // Of a slot: x; the addend, then dx; with BELOW raw, and the other one.
+    __device__ __forceinline__ u32 input(int i) const { return base + SLOTS_AT + i * SLOT; }
     __device__ __forceinline__ u32 output(int i) const { return input(i) + BOX; }
     __device__ __forceinline__ u32 raw(int i) const { return input(i) + 2 * BOX; }
-    __device__ __forceinline__ u32 signs(int i) const { return base + SIGNS_AT + i * SIGNS; }
     // scale, bend and offset of the filters.
     __device__ __forceinline__ ChannelTable<FILTERS> factors() const { return {base + FACTORS}; }
 
@@ -114,8 +114,8 @@ DEVICE void init_barriers(const Layout& at) {
     for (int i = 0; i < STAGES; ++i)
         barrier_init(at.come(i), 1), barrier_init(at.made(i), 4), barrier_init(at.done(i), 12);  // warps of three roles
     for (int i = 0; i < SLOTS; ++i) {
-        barrier_init(at.slot_come(i), 1), barrier_init(at.added(i), 32), barrier_init(at.finished(i), 4);
-        barrier_init(at.slot_done(i), 5);  // warps that multiply, and who stores
+        barrier_init(at.slot_come(i), 1), barrier_init(at.added(i), 128), barrier_init(at.finished(i), 4);
+        barrier_init(at.slot_done(i), 9);  // warps that multiply, those of the other half of the pieces, and who stores
     }
     barrier_init(at.filters_come(), 1);
     barrier_init_done();
@@ -154,13 +154,11 @@ DEVICE void fill_slots(const Layout& at, const Maps& maps, const Part& part) {
             const int slot = ring.index, column = part.column + j * 64, row = tile * PIXELS;
             const u32 barrier = at.slot_come(slot);
             barrier_wait(at.slot_done(slot), ring.parity ^ 1);
-            barrier_expect(barrier, BOX + (ADD == 1 ? BOX : 0) + (JOIN ? BOX + SIGNS : 0));
+            barrier_expect(barrier, (1 + (ADD == 1) + BELOW) * BOX);
             load_box(at.input(slot), maps.x, barrier, column, row);
             if constexpr (ADD == 1) load_box(at.output(slot), maps.add, barrier, column, row);
-            if constexpr (JOIN) {
-                load_box(at.raw(slot), maps.raw, barrier, column, row);
-                load_box(at.signs(slot), maps.signs, barrier, first_signs(column), row);
-            }
+            if constexpr (BELOW) load_box(at.raw(slot), maps.raw, barrier, column, row);
+            if constexpr (BELOW == 2) load_box(at.raw(slot) + BOX, maps.other, barrier, column, row);
             ring.advance();
         }
 }
@@ -179,31 +177,38 @@ DEVICE void store(const Layout& at, const Maps& maps, const Part& part) {
         }
 }
 
-// A warp: the addend of slot after slot where only every second pixel has one. A lane copies a chunk of every fourth row.
-DEVICE void gather(const Layout& at, const Problem& p, const Part& part, const T* spaced) {
-    const int lane = threadIdx.x % 32, chunk = lane % 8, first = lane / 8;
-    const int down = (p.height + 1) / 2, across = (p.width + 1) / 2;
-    Ring<SLOTS> ring;
-    for (int tile = part.first; tile < part.last; ++tile)
-        for (int j = 0; j < part.pieces; ++j) {
-            const int channel = part.column + j * 64 + chunk * 8;
-            const u32 to = at.output(ring.index);
-            barrier_wait(at.slot_done(ring.index), ring.parity ^ 1);
-#pragma unroll 1
-            for (int row = first; row < PIXELS; row += 4) {
-                const int pixel = tile * PIXELS + row, line = pixel / p.width, image = line / p.height;
-                const int x = pixel - line * p.width, y = line - image * p.height;
-                const bool there = pixel < p.pixels && channel < p.channels && y % 2 == 0 && x % 2 == 0;
-                const i64 from = (i64(image) * down + y / 2) * across + x / 2;
-                copy_chunk(to + row * 128 + (chunk ^ row % 8) * 16, spaced + (there ? from * p.added + channel : 0), there);
-            }
-            arrive_with_copies(at.added(ring.index));
-            ring.advance();
-        }
-}
+// A thread's part of an addend that only every second pixel has: a chunk of every 16th row of a slot.
+struct Spaced {
+    static constexpr int ROWS = PIXELS / 16;
+    int from[ROWS];  // pixels that have one; -1: none
 
-// The warpgroup that makes dy, in the place of dz.
-DEVICE void make(const Layout& at, const Above& above, const Problem& p, const Part& part) {
+    __device__ __forceinline__ Spaced(const Problem& p, int tile) {
+        const int down = (p.height + 1) / 2, across = (p.width + 1) / 2;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int pixel = tile * PIXELS + int(thread_again()) / 8 + i * 16, line = pixel / p.width;
+            const int image = line / p.height, x = pixel - line * p.width, y = line - image * p.height;
+            const bool there = pixel < p.pixels && y % 2 == 0 && x % 2 == 0;
+            from[i] = there ? (image * down + y / 2) * across + x / 2 : -1;
+        }
+    }
+
+    // Starts the copy of 64 channels.
+    __device__ __forceinline__ void copy(u32 to, u32 barrier, const T* spaced, const Problem& p, int channel) const {
+        const int row = thread_again() / 8, chunk = thread_again() % 8;
+        channel += chunk * 8;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const bool there = from[i] >= 0 && channel < p.channels;
+            copy_chunk(to + (row + i * 16) * 128 + (chunk ^ row % 8) * 16,
+                       spaced + (there ? i64(from[i]) * p.added + channel : 0), there);
+        }
+        arrive_with_copies(barrier);
+    }
+};
+
+// The warpgroup that makes dy, in the place of dz; with ADD 2 it brings the addends of a tile's slots then.
+DEVICE void make(const Layout& at, const Above& above, const Problem& p, const Part& part, const T* spaced) {
     put_factors(at.factors(), above, p.filters);
     for (int k = p.filters + thread_again(); k < FILTERS; k += 128)
         for (int i = 0; i < 3; ++i) at.factors().store(i, k, 0.0f);
@@ -211,12 +216,21 @@ DEVICE void make(const Layout& at, const Above& above, const Problem& p, const P
     const Made<FILTERS / 8> made(thread_again());
     const Factors factors(at.factors(), made.vector * 8);
     Ring<STAGES> ring;
+    Ring<SLOTS> slots;
     for (int tile = part.first; tile < part.last; ++tile) {
         barrier_wait(at.come(ring.index), ring.parity);
-        made.make(at.stage(ring.index), factors, PIXELS);  // behind the last pixel x is zero, and no sign is set
+        made.make(at.stage(ring.index), factors, PIXELS);  // behind the last pixel x is zero
         fence_for_engine();
         arrive(at.made(ring.index));
         ring.advance();
+        if constexpr (ADD == 2) {
+            const Spaced addend(p, tile);
+#pragma unroll 1
+            for (int j = 0; j < part.pieces; ++j, slots.advance()) {
+                barrier_wait(at.slot_done(slots.index), slots.parity ^ 1);
+                addend.copy(at.output(slots.index), at.added(slots.index), spaced, p, part.column + j * 64);
+            }
+        }
     }
 }
 
@@ -285,17 +299,33 @@ DEVICE void put_added(const float (&sum)[32], u32 to) {
     }
 }
 
+DEVICE void await_slot(const Layout& at, const Ring<SLOTS>& slots) {
+    barrier_wait(at.slot_come(slots.index), slots.parity);
+    if constexpr (ADD == 2) barrier_wait(at.added(slots.index), slots.parity);
+}
+
+#if BELOW
+// Writes a part of the sums of 64 columns, and begins anew.
+DEVICE void leave_sums(Masking& masking, float* sums, float* others, int part, int column, int columns) {
+    const i64 at = i64(part) * 2 * columns;
+    ColumnShare().write(sums + at, masking.result(), column, columns);
+    if constexpr (BELOW == 2) ColumnShare().write(others + at, masking.other_result(), column, columns);
+#pragma unroll
+    for (int i = 0; i < 2; ++i) masking.sum[i] = masking.product[i] = masking.other_product[i] = 0.0f;
+}
+#endif
+
 // A warpgroup: dx of the `own`-th of every two pieces.
-DEVICE void make_data(const Layout& at, const Problem& p, const Part& part, int own, const float* moments,
-                      float* sums) {
+DEVICE void make_data(const Layout& at, const Problem& p, const Part& part, int own, const Below& below, float* sums) {
     Ring<STAGES> ring;
     Ring<SLOTS> slots;
-#if JOIN
+#if BELOW
     Masking masking[PIECES];
 #pragma unroll
     for (int j = 0; j < PIECES; ++j)
-        if (j % 2 == own) masking[j] = Masking({moments, nullptr, nullptr, nullptr}, part.column + j * 64, p.channels);
+        if (j % 2 == own) masking[j] = Masking(below, part.column + j * 64, p.channels);
     sums += i64(part.chunk) * p.parts * 2 * p.channels;
+    float* const others = sums + i64(p.chunks) * p.parts * 2 * p.channels;
     int left = TILES_OF_PART, parts = 0;
 #endif
     barrier_wait(at.filters_come(), 0);
@@ -316,47 +346,42 @@ DEVICE void make_data(const Layout& at, const Problem& p, const Part& part, int 
                 await_products<0>();
                 settle(sum);
                 const u32 to = at.output(slots.index);
-                barrier_wait(at.slot_come(slots.index), slots.parity);  // so it was stored, too
-                if constexpr (ADD == 2) barrier_wait(at.added(slots.index), slots.parity);
+                await_slot(at, slots);  // what it held before is stored, too
                 if constexpr (ADD) put_added(sum, to);
                 else put_square(sum, to);
-#if JOIN
+#if BELOW
                 warpgroup_sync(1 + DATA + own);
-                const u32 signs = at.signs(slots.index) + signs_within(part.column + j * 64) +
-                                  Masking::signs_across<SIGN_CHUNK>();
+                const u32 x = at.input(slots.index) + columns_across();
 #pragma unroll 1
                 for (int k = 0; k < PIXELS; k += 16)
-                    masking[j].take<SIGN_CHUNK>(to + columns_across() + k * 128,
-                                                at.raw(slots.index) + columns_across() + k * 128,
-                                                signs + k * SIGN_CHUNK);
+                    masking[j].take<128>(x + BOX + k * 128, x + 2 * BOX + k * 128, x + k * 128);
+                if constexpr (BELOW == 2)
+                    masking[j].take_other<BOX, 1>(x + BOX, x + 3 * BOX, below, part.column + j * 64, p.channels);
 #endif
                 fence_for_engine();
                 arrive(at.finished(slots.index));
+            } else {  // who lets rounds of a barrier go by could not tell the next but one from the next
+                await_slot(at, slots);
+                if (threadIdx.x % 32 == 0) barrier_arrive(at.slot_done(slots.index));
             }
             slots.advance();
         }
         arrive(at.done(ring.index));
         ring.advance();
-#if JOIN
+#if BELOW
         if (--left == 0 || tile == part.last - 1) {
 #pragma unroll
-            for (int j = 0; j < PIECES; ++j) {
-                if (j % 2 != own) continue;
-                ColumnShare().write(sums + i64(parts) * 2 * p.channels, masking[j].result(), part.column + j * 64,
-                                    p.channels);
-#pragma unroll
-                for (int i = 0; i < 2; ++i) masking[j].sum[i] = masking[j].product[i] = 0.0f;
-            }
+            for (int j = 0; j < PIECES; ++j)
+                if (j % 2 == own) leave_sums(masking[j], sums, others, parts, part.column + j * 64, p.channels);
             left = TILES_OF_PART, ++parts;
         }
 #endif
     }
-#if JOIN
+#if BELOW
     for (; parts < p.parts; ++parts)  // a chunk may have a tile less than others
 #pragma unroll
         for (int j = 0; j < PIECES; ++j)
-            if (j % 2 == own)
-                ColumnShare().write(sums + i64(parts) * 2 * p.channels, 0.0f, part.column + j * 64, p.channels);
+            if (j % 2 == own) leave_sums(masking[j], sums, others, parts, part.column + j * 64, p.channels);
 #endif
 }
 
@@ -364,8 +389,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 conv2d_both_wide_kernel(const __grid_constant__ Maps maps, float* __restrict__ partials, float* __restrict__ sums,
                         const float* __restrict__ moments, const float* __restrict__ gamma,
                         const double* __restrict__ dy_sums, const double* __restrict__ count,
-                        const float* __restrict__ below_moments, const T* __restrict__ spaced,
-                        const __grid_constant__ Problem p) {
+                        const float* __restrict__ below_moments, const float* __restrict__ other_moments,
+                        const T* __restrict__ spaced, const __grid_constant__ Problem p) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const Layout at{shared_address(shared)};
     if (threadIdx.x == 0) init_barriers(at);
@@ -382,15 +407,14 @@ conv2d_both_wide_kernel(const __grid_constant__ Maps maps, float* __restrict__ p
         if (warp == FILL_STAGES && speaks) fill_stages(at, maps, Part(p));
         if (warp == FILL_SLOTS && speaks) fill_slots(at, maps, Part(p));
         if (warp == STORE && speaks) store(at, maps, Part(p));
-        if (ADD == 2 && warp == GATHER) gather(at, p, Part(p), spaced);
     } else if (role == MAKE) {
         set_registers<EACH, FOR_MAKE>();
-        make(at, {moments, gamma, dy_sums, count}, p, Part(p));
+        make(at, {moments, gamma, dy_sums, count}, p, Part(p), spaced);
     } else if (role == WEIGHT) {
         set_registers<EACH, FOR_WEIGHT>();
         sum_weight(at, p, Part(p), partials);
     } else {
         set_registers<EACH, FOR_DATA>();
-        make_data(at, p, Part(p), role - DATA, below_moments, sums);
+        make_data(at, p, Part(p), role - DATA, {below_moments, nullptr, nullptr, other_moments}, sums);
     }
 }

@@ -17,9 +17,8 @@ from minidl.cuda.convolution.conv2d_walk import is_flat
 from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
 from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
 from minidl.cuda.device import HOPPER, DeviceRecord, current_device
-from minidl.cuda.hopper import BYTES, TensorMaps, View, Views
+from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
-from minidl.cuda.norm.signs import signs_pitch
 from minidl.cuda.rows import rows
 from minidl.precision import float32
 from minidl.shapes import ceil_div
@@ -28,7 +27,7 @@ from minidl.shapes import ceil_div
 PIXELS, TILES_OF_PART, SUMMED, THREADS = 64, 4, 64 * 256, 640
 STAGES = 2
 MOST_COLUMNS = 4  # of blocks beside each other, where the kernel is chosen
-_BOX, _SIGNS = 128 * PIXELS, 16 * PIXELS  # bytes
+_BOX = 128 * PIXELS  # bytes
 _ROOM = 227 * 1024  # shared memory of a block
 
 _PROBLEM = struct("", "pixels tiles channels columns filters chunks parts height width added")
@@ -70,28 +69,29 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
     """
     if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
         return False
-    return fits(conv.channels, conv.out_channels) and _views(conv, code, (0,) * 5).legal
+    return fits(conv.channels, conv.out_channels) and _views(conv, code, (0,) * 6).legal
 
 
 def backward(
     conv: Convolution, code: int, dz: Any, y: Any, above: tuple[Any, ...], w: Any, x: Any, add: Any | None,
-    join: Join | None, out: Any, accumulate: bool,
+    below: tuple[Any, Any] | None, other: tuple[Any, Any] | None, out: Any, accumulate: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_both`, where the kernel `applies`; ``above``: moments, gamma, sums, count."""
     spaced = is_spaced(conv, add)
     dz, y, x = (aligned(as_rows(array)) for array in (dz, y, x))
-    raw = None if join is None else aligned(as_rows(join[0]))
+    raw, moments = (None, None) if below is None else (aligned(as_rows(below[0])), below[1])
+    other, other_moments = (None, None) if other is None else (aligned(as_rows(other[0])), other[1])
     add = None if add is None else aligned(as_rows(add))
     w, dx = contiguous(w), empty(conv.x_shape, x.dtype)
-    pitches = tuple(0 if array is None else rows(array)[2] for array in (dz, y, x, raw, add))
-    planned = plan(conv, code, pitches, 2 if spaced else int(add is not None), join is not None)
+    pitches = tuple(0 if array is None else rows(array)[2] for array in (dz, y, x, raw, other, add))
+    planned = plan(conv, code, pitches, 2 if spaced else int(add is not None), (raw is not None) + (other is not None))
     partials = empty((planned.chunks, out.size), float32)
-    sums = None if join is None else empty((planned.parts, 2, conv.channels), float32)
-    moments, signs = (None, None) if join is None else join[1:]
-    arrays = dz, y, w, x, dx, None if spaced else add, raw, signs
+    left = planned.parts, 2, conv.channels
+    sums = None if raw is None else empty(left if other is None else (2, *left), float32)
+    arrays = dz, y, w, x, dx, None if spaced else add, raw, other
     launch(
         "conv2d_both_wide", "conv2d_both_wide_kernel", planned.grid, THREADS, TensorMaps(planned.views, arrays),
-        partials, sums, *above, moments, add if spaced else None, planned.problem,
+        partials, sums, *above, moments, other_moments, add if spaced else None, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
     sum_partials(partials, planned.chunks, out, accumulate)
@@ -99,26 +99,26 @@ def backward(
 
 
 @functools.lru_cache(maxsize=1024)
-def plan(conv: Convolution, code: int, pitches: tuple[int, ...], add: int, join: bool) -> Planned:
+def plan(conv: Convolution, code: int, pitches: tuple[int, ...], add: int, below: int) -> Planned:
     """The launch, where the kernel `applies`.
 
     Args:
-        pitches: elements per pixel of dz, y, x, the batch norm's input below and the addend; 0 for what there is not.
+        pitches: elements per pixel of dz, y, x, the inputs of batch norms below and the addend; 0 for what there is not.
         add: 0: nothing is added; 1: an array like the result; 2: one of every second pixel of every second line.
-        join: whether x is a rectified residual sum.
+        below: batch norms under the ReLU whose output x is, and of which sums are taken.
     """
     filters = _room(conv.out_channels)
     columns, tiles = ceil_div(conv.channels, SUMMED // filters), ceil_div(conv.pixels, PIXELS)
     chunks = max(1, min(tiles, WORKERS // columns))
     parts = ceil_div(ceil_div(tiles, chunks), TILES_OF_PART)
     fixed = SUMMED * ITEMSIZE + STAGES * 2 * (filters // 64) * _BOX + 3 * filters * 4 + 8 * (3 * STAGES + 1)
-    slot = (3 * _BOX + _SIGNS if join else 2 * _BOX) + 4 * 8
+    slot = (2 + below) * _BOX + 4 * 8
     slots = min(8, (_ROOM - fixed) // slot)
     problem = argument(
         _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,
-        chunks=chunks, parts=parts, height=conv.height, width=conv.width, added=pitches[4],
+        chunks=chunks, parts=parts, height=conv.height, width=conv.width, added=pitches[5],
     )  # fmt: skip
-    defines = {"DTYPE": code, "FILTERS": filters, "JOIN": int(join), "ADD": add, "STAGES": STAGES, "SLOTS": slots}
+    defines = {"DTYPE": code, "FILTERS": filters, "BELOW": below, "ADD": add, "STAGES": STAGES, "SLOTS": slots}
     views = _views(conv, code, pitches)
     return Planned(chunks * columns, views, problem, defines, fixed + slots * slot, chunks, chunks * parts)
 
@@ -131,7 +131,7 @@ def _views(conv: Convolution, code: int, pitches: tuple[int, ...]) -> Views:
         return View(code, (channels, pixels), ((pitch or channels) * ITEMSIZE,), (64, PIXELS))
 
     filters = View(code, (c, k), (c * ITEMSIZE,), (64, _room(k)))
-    signs = View(BYTES, (signs_pitch(c), pixels), (signs_pitch(c),), (16, PIXELS), neighbours=False)
-    dz, y, x, raw, add = pitches
-    views = image(k, dz), image(k, y), filters, image(c, x), image(c, c), image(c, add), image(c, raw), signs
+    dz, y, x, raw, other, add = pitches
+    images = (image(c, pitch) for pitch in (x, c, add, raw, other))
+    views = image(k, dz), image(k, y), filters, *images
     return Views(*((view, i) for i, view in enumerate(views)))

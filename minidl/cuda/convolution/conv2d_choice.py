@@ -13,6 +13,7 @@ from minidl.cuda.convolution import (
     conv2d_hopper_tiles,
     conv2d_small,
     conv2d_stem,
+    conv2d_stem_lines,
     conv2d_thin,
     conv2d_turned,
     conv2d_weight_hopper,
@@ -100,6 +101,8 @@ def options(question: Question, device: DeviceRecord) -> list[Choice]:
     for name in names:
         if name in ("thin", "stem", "grouped", "small"):
             found.append(Choice(name))
+            if name == "stem" and which == "forward" and conv2d_stem_lines.applies(conv, code, device):
+                found.append(Choice(name, "registers"))
         elif name == "generic":
             found += conv2d_generic.options(question._replace(conv=wide), device)
         elif which == "backward_weight":

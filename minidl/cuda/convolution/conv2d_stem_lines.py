@@ -1,6 +1,5 @@
-"""Convolution of few input channels, forward, by conv2d_stem_lines.cu: of 16-bit types on Hopper.
-
-Not measured yet, so nobody chooses it: it is taken by name, ``kernel(Choice("stem", "lines"))``.
+"""Convolution of few input channels, forward, by conv2d_stem_lines.cu: of 16-bit types on Hopper. Where it applies, the
+kernel of conv2d_stem.py is taken by name, ``kernel(Choice("stem", "registers"))``.
 """
 
 from __future__ import annotations
