@@ -8,14 +8,12 @@ import itertools
 import numpy as np
 import pytest
 
-from minidl.cuda import nvrtc
 from minidl.cuda.convolution import conv2d_both, conv2d_both_wide
 from minidl.cuda.convolution.conv2d_plan import convolution
-from minidl.cuda.device import BUILT_IN, current_device
+from minidl.cuda.device import BUILT_IN
 from minidl.precision import bfloat16, float32
 from tests import emulator
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
-from tests.kernel_checks import check_report
 from tests.test_conv2d_both import POINT, expected_of, operands
 from tests.tolerance import assert_close, draw, draw_integers
 
@@ -106,17 +104,6 @@ def test_the_kernel_takes_what_it_says():
     assert not taken(image, 64, groups=2) and not taken((0, 8, 8, 256), 64)
 
 
-@NORMS
-@pytest.mark.parametrize("filters", [64, 128])
-def test_every_variant_compiles_and_fits(filters, norms):
-    pytest.importorskip("cuda.pathfinder", reason="needs NVRTC")
-    conv = convolution("test", (2, 8, 8, 256), (filters, 1, 1, 256), *((1, 1), (0, 0), (1, 1), 1))
-    plans = [conv2d_both_wide.plan(conv, code, (0,) * 6, add, norms) for code in (1, 2) for add in (0, 1, 2)]
-    variants = [("conv2d_both_wide", tuple(plan.defines.items())) for plan in plans]
-    for plan, report in zip(plans, nvrtc.compile_all(variants, nvrtc.target(H200.arch), 2), strict=True):
-        check_report("conv2d_both_wide", report, conv2d_both_wide.THREADS, plan.shared, H200)
-
-
 def emulated(shape, filters, norms, add, seed):
     """`both`, of whole numbers in bfloat16, by the kernel's own source on this machine's processor; and its operands.
 
@@ -147,23 +134,22 @@ def test_its_source_is_right_whatever_comes_late(name, norms, add):
 
 
 # What would be wrong with the kernel, by luck seen seldom on a GPU or never: a line of it, and what is there instead.
+WAIT = "                await_slot(at, slots);"
+COME = "            barrier_wait(at.slot_come(slots.index), slots.parity);\n            const"
+FREE = "                barrier_wait(at.slot_done(slots.index), slots.parity ^ 1);\n"
 FAULTS = {
     "no-fence-for-the-products": ("fence_for_engine();\n        arrive(at.made", "arrive(at.made"),
     "no-fence-for-the-store": ("fence_for_engine();\n                arrive(at.finished", "arrive(at.finished"),
-    "a-stage-is-given-up-early": (
-        "    barrier_wait(at.filters_come(), 0);\n", "    barrier_wait(at.filters_come(), 0);\n    arrive(at.done(0));\n"
-    ),
+    "a-stage-is-given-up-early": ("at.filters_come(), 0);\n", "at.filters_come(), 0);\n    arrive(at.done(0));\n"),
     "a-slot-is-given-up-early": (
         "            commit_products();\n            await_products<0>();\n            if", "            if"
     ),
     "a-slot-is-stored-over": ("await_stores_read<0>();\n            barrier_arrive", "barrier_arrive"),
-    "a-slot-is-not-waited-for": ("            barrier_wait(at.slot_come(slots.index), slots.parity);\n            const", "            const"),
-    "what-is-below-is-not-waited-for": ("                await_slot(at, slots);  // what", "                // what"),
+    "a-slot-is-not-waited-for": (COME, "            const"),
+    "what-is-below-is-not-waited-for": (WAIT + "  // what", "                // what"),
     "what-is-spaced-is-not-waited-for": ("if constexpr (ADD == 2) barrier_wait", "if constexpr (false) barrier_wait"),
-    "others-slots-are-not-waited-for": ("                await_slot(at, slots);\n                if", "                if"),
-    "what-is-spaced-comes-too-soon": (
-        "                barrier_wait(at.slot_done(slots.index), slots.parity ^ 1);\n                addend", "                addend"
-    ),
+    "others-slots-are-not-waited-for": (WAIT + "\n                if", "                if"),
+    "what-is-spaced-comes-too-soon": (FREE + "                addend", "                addend"),
     "rows-are-not-waited-for": ("        barrier_wait(at.come(ring.index), ring.parity);\n", ""),
     "others-rows-are-not-waited-for": ("                warpgroup_sync(1 + DATA + own);\n", ""),
     "a-warp-is-not-waited-for": ("barrier_init(at.finished(i), 4)", "barrier_init(at.finished(i), 3)"),
@@ -276,7 +262,10 @@ def test_what_is_not_finite_stays_where_it_belongs(hopper, where, value, rng):
     w, place = np.ones_like(w), (1, 4, 5, 3)
     x[place] = 1
     positive = x > 0
-    {"dz": above[0], "y": above[1], "x": x, "raw": below[0][0], "other": below[1][0], "add": addend}[where][place] = value
+    arrays = dict(
+        zip(("dz", "y", "x", "raw", "other", "add"), (*above[:2], x, below[0][0], below[1][0], addend), strict=True)
+    )
+    arrays[where][place] = value
     masked = where == "x" and np.isnan(value)  # which is not positive
     dx, dw, sums = both(hopper, above, w, x, below, addend)
     sums = np.stack(sums)

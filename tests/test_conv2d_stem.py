@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from minidl import cuda
-from minidl.cuda.convolution import conv2d_stem
-from minidl.cuda.convolution.conv2d_family import family
+from minidl.cuda.convolution import conv2d_stem, conv2d_stem_lines
+from minidl.cuda.convolution.conv2d_family import Choice, family
+from minidl.cuda.convolution.conv2d_family import kernel as forced
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
@@ -79,7 +80,10 @@ def test_the_family_is_chosen_by_sizes_and_type():
         return {launch.stem for launch in log.launches}
 
     for case in PLANNED:
-        assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem"}
+        with forced(Choice("stem", "registers")):
+            assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem"}
+        lines = conv2d_stem_lines.applies(plan_of(case), 1, BUILT_IN["H200"])
+        assert kernels(case, bfloat16) == kernels(case, float16) == {"conv2d_stem_lines" if lines else "conv2d_stem"}
         assert kernels(case, float32, tf32=1) == {"conv2d_stem"}
         assert "conv2d_stem" not in kernels(case, float32) | kernels(case, float32, tf32=3)
         with family("generic"):

@@ -18,7 +18,7 @@ import pytest
 
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
-from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
+from minidl.cuda.convolution import conv2d_both_wide, conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, Choice, family
 from minidl.cuda.convolution.conv2d_family import kernel as forced
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
@@ -45,6 +45,8 @@ CONVOLUTIONS = [
     ((2, 9, 11, 12), 20, (3, 2), (1, 2), (2, 0), (2, 1), 1),
     ((1, 5, 5, 7), 13, (3, 3), (1, 1), (1, 1), (1, 1), 1),
     ((4, 14, 14, 6), 10, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((4, 14, 14, 256), 64, (1, 1), (1, 1), (0, 0), (1, 1), 1),
+    ((4, 14, 14, 512), 128, (1, 1), (1, 1), (0, 0), (1, 1), 1),
     ((8, 14, 14, 128), 128, (3, 3), (1, 1), (1, 1), (1, 1), 32),
     ((8, 14, 14, 64), 64, (3, 3), (2, 2), (1, 1), (1, 1), 2),
     ((8, 14, 14, 384), 384, (3, 3), (1, 1), (1, 1), (1, 1), 2),
@@ -102,6 +104,13 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=0) -> 
         out = ops.empty(w.shape, np.float32)
         dx, parts = ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, norm=below, out=out, **where)
         assert dx.shape == x.shape and (below is not None or parts is None)
+    if x.dtype != float32 and conv2d_both_wide.fits(x.shape[3], filters):
+        norms = {"below": (x, moments), "other": (x, moments)}
+        for count, add in itertools.product(range(3), (None, x, half)):
+            if ops.conv2d_makes_both(x.shape, w, below=count, add=add is not None, **where):
+                named = {**dict(itertools.islice(norms.items(), count)), "add": add, **where}
+                out = ops.empty(w.shape, np.float32)
+                ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, out=out, **named)
     ops.channel_sum(dy, out=db)
 
 
@@ -160,9 +169,10 @@ def call_conv2d_stem() -> None:
         pitched = ops.empty((*y.shape[:-1], filters + 1), dtype)[..., 1:]
         ops.conv2d(moved, w, **where)
         ops.conv2d_backward_weight(pitched, moved, out=ops.empty(w.shape, np.float32), accumulate=True, **where)
-        with forced(Choice("stem", "lines")):
+        with forced(Choice("stem", "registers")):
             ops.conv2d_stats(x, w, *parameters(filters), **where)
-            ops.conv2d(moved, w, relu=True, **where)
+            ops.conv2d(x, w, relu=True, **where)
+            ops.conv2d(moved, w, **where)
         if filters % 16 == 0:
             size = shape[0], *((side - 1) // 2 + 1 for side in y.shape[1:3]), filters
             above = (

@@ -103,28 +103,35 @@ def test_what_was_pooled_is_masked_and_summed_by_the_convolution_above():
     assert found["gradients"][1] == "batch_norm_backward_merge_kernel" and "stats" not in found["gradients"][0]
 
 
-def test_what_a_sum_of_two_batch_norms_wants_may_be_taken_by_the_convolution_above():
-    """Of both, where that is of 1x1 and lets itself be told: no pass reads the masked gradient for the second one's."""
+def test_what_a_sum_of_two_batch_norms_wants_is_taken_by_the_convolution_above(monkeypatch):
+    """Of both, where that is of 1x1: no pass reads the masked gradient for the second one's."""
     from minidl import cuda as ops
 
     passes = {"batch_norm_backward_stats_kernel", "batch_norm_backward_apply_stats_kernel"}
+    makes = ops.conv2d_makes_both
+
+    def launches(name):
+        with dry_run() as log:
+            model = fused(lambda: models.build(name, (64, 64, 3), 10), "bnff", ops, precision="bf16")
+            loss = m.SoftmaxCrossEntropy()
+            loss.forward(model.forward(ops.empty((4, 64, 64, 3), bfloat16)), ops.empty((4,), np.int32))
+            before = len(log.launches)
+            model.backward(loss.backward())
+        return [(launch.name, dict(launch.defines)) for launch in log.launches[before:]]
+
     for name, most in (("resnet50", 4), ("resnet18", 0)):
-        found = {}
-        for pairs in (False, True):
-            with dry_run() as log:
-                model = fused(lambda name=name: models.build(name, (64, 64, 3), 10), "bnff", ops, precision="bf16")
-                for layer in model.layers:
-                    if isinstance(layer, m.Conv2d):
-                        layer.pairs = pairs
-                loss = m.SoftmaxCrossEntropy()
-                loss.forward(model.forward(ops.empty((4, 64, 64, 3), bfloat16)), ops.empty((4,), np.int32))
-                before = len(log.launches)
-                model.backward(loss.backward())
-            launches = log.launches[before:]
-            taken = sum(dict(launch.defines).get("MASKED") == 5 for launch in launches)
-            found[pairs] = sum(launch.name in passes for launch in launches), taken
-        assert found[False][1] == 0 and found[True][1] == most, name
-        assert found[False][0] - found[True][0] == most, name
+        found = launches(name)
+        with monkeypatch.context() as patch:
+            patch.setattr(ops, "conv2d_takes_pair", lambda *_, **__: False)
+            patch.setattr(ops, "conv2d_makes_both", lambda *a, below=0, **n: below < 2 and makes(*a, below=below, **n))
+            apart = launches(name)
+        taken, none = (
+            sum(defines.get("MASKED") == 5 or (kernel == "conv2d_both_wide_kernel" and defines["BELOW"] == 2)
+                for kernel, defines in one)
+            for one in (found, apart)
+        )  # fmt: skip
+        assert (taken, none) == (most, 0), name
+        assert sum(k in passes for k, _ in apart) - sum(k in passes for k, _ in found) == most, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

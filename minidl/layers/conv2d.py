@@ -161,11 +161,9 @@ class Conv2d(_Convolution):
     accepts_owed = (SpacedGradient,)
     sums = False  # adds up its input's gradient for the bias of a convolution below (`layers.join.sum_for_biases`)
     left_to: Conv2d | None = None  # reads the same image, and adds this one's gradient (`layers.join.leave_strided`)
-    # Set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`); of two batch
-    # norms below a sum for which it masks, it takes the sums of both (`ops.conv2d_takes_pair`).
+    # Set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`).
     packed = False
-    pairs = False
-    modes = ("training", "statistics", "masks", "rectifies", "packed", "pairs")
+    modes = ("training", "statistics", "masks", "rectifies", "packed")
 
     def __init__(
         self,
@@ -267,9 +265,7 @@ class Conv2d(_Convolution):
         self._backward_bias(dy)
 
     def _takes_pair(self, kept: Any) -> bool:
-        return self.pairs and self.ops.conv2d_takes_pair(
-            kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32
-        )
+        return self.ops.conv2d_takes_pair(kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
 
     def _both(self, kept: Any) -> dict[str, Any] | None:
         """What a kernel is told that makes both gradients of what a batch norm above has left to do, the input's as it
@@ -285,12 +281,13 @@ class Conv2d(_Convolution):
             ways = [{"x": kept.raw, "norm": (kept.moments, *affine)}] if known else []
             if hasattr(kept, "x"):
                 ways.append({"x": kept.x, "below": (kept.raw, kept.moments)})
-                if self.pairs and hasattr(kept, "other"):
+                if hasattr(kept, "other"):
                     ways.insert(-1, ways[-1] | {"other": (kept.other_raw, kept.other_moments)})
             ways = ways if self.masks else []
         for way in ways:
             facts = {"norm": "norm" in way, "below": ("below" in way) + ("other" in way), "add": add is not None}
-            if self.ops.conv2d_makes_both(way["x"].shape, self.params["weight"], **self.geometry, **facts, tf32=self.tf32):
+            facts |= {**self.geometry, "tf32": self.tf32}
+            if self.ops.conv2d_makes_both(way["x"].shape, self.params["weight"], **facts):
                 return way | {"add": add}
         return None
 

@@ -16,7 +16,7 @@ from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
 from minidl.cuda.convolution.conv2d_walk import is_flat
 from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
 from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
-from minidl.cuda.device import HOPPER, DeviceRecord, current_device
+from minidl.cuda.device import HOPPER, DeviceRecord
 from minidl.cuda.hopper import TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows
@@ -76,7 +76,8 @@ def backward(
     conv: Convolution, code: int, dz: Any, y: Any, above: tuple[Any, ...], w: Any, x: Any, add: Any | None,
     below: tuple[Any, Any] | None, other: tuple[Any, Any] | None, out: Any, accumulate: bool,
 ) -> tuple[Any, Any]:  # fmt: skip
-    """As `minidl.cpu.conv2d.conv2d_backward_both`, where the kernel `applies`; ``above``: moments, gamma, sums, count."""
+    """As `minidl.cpu.conv2d.conv2d_backward_both`, where the kernel `applies`; ``above``: moments, gamma, sums and
+    count."""
     spaced = is_spaced(conv, add)
     dz, y, x = (aligned(as_rows(array)) for array in (dz, y, x))
     raw, moments = (None, None) if below is None else (aligned(as_rows(below[0])), below[1])
@@ -103,7 +104,7 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, ...], add: int, below
     """The launch, where the kernel `applies`.
 
     Args:
-        pitches: elements per pixel of dz, y, x, the inputs of batch norms below and the addend; 0 for what there is not.
+        pitches: elements per pixel of dz, y, x, the inputs of batch norms below, the addend; 0 for what there is not.
         add: 0: nothing is added; 1: an array like the result; 2: one of every second pixel of every second line.
         below: batch norms under the ReLU whose output x is, and of which sums are taken.
     """

@@ -45,7 +45,7 @@ struct Problem {
 
 constexpr int GROUPS = 2, MAKERS = 2 * THREADS;  // warpgroups that multiply; threads that rewrite
 constexpr int ALL_THREADS = MAKERS + GROUPS * THREADS;
-using Registers = RegisterShares<MAKERS, 48, GROUPS * THREADS, 208>;
+using Registers = RegisterShares<MAKERS, 56, GROUPS * THREADS, 200>;
 constexpr int TILE_N = 64;
 constexpr int PRODUCTS = (ACROSS + 1) / 2;                  // of a row of the filter
 constexpr int REST = KERNEL_W - (ACROSS - 1) * STRIDE_W;    // pixels of a window's last group
