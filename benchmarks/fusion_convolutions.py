@@ -4,7 +4,8 @@ Forward, a convolution takes the statistics of what it writes; its data gradient
 summed for the batch norm below that (at a block's input with the gradient so far added, and the mask of the sum);
 output and weight gradient are also those of an input that is normalised as it is read, the prologue, and the output
 that of one normalised in packed 16-bit arithmetic; and one kernel makes both gradients of what the input gradient of
-a batch norm above is made of, `lazy`, masked and summed for the batch norm below as well; `join` is a residual sum that
+a batch norm above is made of, `lazy`, masked and summed for the batch norm below as well (at a block's input with the
+gradient so far added); `join` is a residual sum that
 the convolution makes, and writes, as it reads it, with the statistics of its own output. `apart` is the same in passes
 of their own, `plain` the convolution alone; `cost` is the kernel with over the kernel without; `floor` is the kernel's
 with: all arrays moved once at the speed of a copy, or its products made at the data sheet's rate; `bound` what the cost
@@ -70,7 +71,7 @@ class Arrays(bench_conv.Arrays):
     def added_bytes(self, kind: str) -> int:
         """Of the arrays that a convolution reads, or writes, for what it does besides."""
         if kind == "lazy":
-            return self.x[0].nbytes + self.dy[0].nbytes
+            return self.x[0].nbytes * (1 if _lazily(self.layer) == NORM else 2) + self.dy[0].nbytes
         if kind == "join":
             return 2 * self.x[0].nbytes + self.signs[0].nbytes
         return self.x[0].nbytes + (self.signs[0].nbytes if self.joined else 0) if kind == "gradients" else 0
@@ -174,23 +175,26 @@ class Arrays(bench_conv.Arrays):
         return [lambda dy=dy, x=x: backward(nchw(dy), self._normalised(x), w, None, *how)[1] for dy, x in pairs]
 
     def lazy(self, arm: str) -> list[Callable[[], Any]]:
-        w, how = self.array(self.w), self.options
+        w, how, made = self.array(self.w), self.options, _lazily(self.layer) == NORM  # whether z is made of raw
 
-        def call(dz: Any, y: Any, raw: Any, z: Any, out: Any) -> Any:
+        def call(dz: Any, y: Any, raw: Any, z: Any, add: Any, signs: Any, out: Any) -> Any:
+            add = add if self.joined else None
             if arm == "plain":
                 ops.conv2d_backward_weight(dz, z, **how, out=out)
-                return ops.conv2d_backward_data(dz, w, z.shape, **how), out
+                return ops.conv2d_backward_data(dz, w, z.shape, **how, add=add), out
             if arm == "apart":
                 dy = ops.batch_norm_backward_apply(dz, y, *self.above)
-                ops.conv2d_backward_weight(dy, raw, **how, out=out, norm=self.norm)
-                dx, parts = ops.conv2d_backward_data_masked(dy, w, raw, *self.norm, **how)
+                ops.conv2d_backward_weight(dy, raw if made else z, **how, out=out, norm=self.norm if made else None)
+                output = {} if made else {"y": z, "signs": signs}
+                dx, parts = ops.conv2d_backward_data_masked(dy, w, raw, *self.norm, **output, **how, add=add)
             else:
-                dx, parts = ops.conv2d_backward_both(dz, y, *self.above, w, raw, **how, out=out, norm=self.norm)
+                x, below = (raw, {"norm": self.norm}) if made else (z, {"below": (raw, self.moments)})
+                dx, parts = ops.conv2d_backward_both(dz, y, *self.above, w, x, **below, **how, add=add, out=out)
             return dx, out, parts if arm == "kernel" else ops.batch_norm_backward_sums(parts, self.moments)
 
-        groups = zip(self.dy, self._above(), self.inputs, self.outputs, strict=True)
-        arrays = [tuple(map(self.array, group)) for group in groups]
-        return [partial(call, *group, ops.empty(tuple(self.w.shape), np.float32)) for group in arrays]
+        groups = zip(self.dy, self._above(), self.inputs, self.outputs, self.x, strict=True)
+        arrays = zip([tuple(map(self.array, group)) for group in groups], self.signs, strict=True)
+        return [partial(call, *group, signs, ops.empty(tuple(self.w.shape), np.float32)) for group, signs in arrays]
 
     def lazy_peer(self) -> list[Callable[[], Any]]:
         import torch
@@ -201,13 +205,15 @@ class Arrays(bench_conv.Arrays):
         ones, zeros = (make(layer.filters, device="cuda") for make in (torch.ones, torch.zeros))
         count = torch.tensor([self.dy[0].numel() // layer.filters], dtype=torch.int32, device="cuda")
 
-        def call(dz: Any, y: Any, raw: Any, z: Any) -> Any:
+        def call(dz: Any, y: Any, raw: Any, z: Any, add: Any) -> Any:
             dy = torch.batch_norm_backward_elemt(dz, y, zeros, ones, ones, zeros, ones, count)
             g, dw, _ = backward(dy, z, w, None, *how)
+            if self.joined:
+                g = g + add
             g = torch.ops.aten.threshold_backward(g, z, 0)
             return g, dw, torch.batch_norm_backward_reduce(g, raw, vector, vector, vector, True, True, True)
 
-        groups = zip(self.dy, self._above(), self.inputs, self.outputs, strict=True)
+        groups = zip(self.dy, self._above(), self.inputs, self.outputs, self.x, strict=True)
         return [partial(call, *map(nchw, group)) for group in groups]
 
     def join(self, arm: str) -> list[Callable[[], Any]]:
@@ -259,6 +265,7 @@ PASSES = {
     "join": ("forward", "join"),
 }  # the part of `Arrays`, the pass and the arm of its rows
 # Of what they should cost.
+NORM = {"norm": True}
 LIMITS = {"statistics": 0.08, "gradients": 0.08, "prologue": 0.15, "packed": 0.15, "lazy": 0.15, "join": 0.15}
 
 
@@ -269,12 +276,30 @@ def _joined(layer: Layer) -> bool:
 
 def _has(layer: Layer, which: str) -> bool:
     """Whether there is a kernel for it."""
-    makes = {"lazy": ops.conv2d_makes_both, "join": ops.conv2d_makes_join}
-    if which not in makes:
+    if which == "lazy":
+        return _lazily(layer) is not None
+    if which != "join":
         return True
+    shape, w, options = _sizes(layer)
+    return ops.conv2d_makes_join(shape, w, **options)
+
+
+def _lazily(layer: Layer) -> dict[str, Any] | None:
+    """What a kernel for both gradients is given of what lies below, if there is one."""
+    ways = ({} if _joined(layer) else NORM), {"below": 1, "add": _joined(layer)}
+    return next((way for way in ways if way and _makes_both(layer, way)), None)
+
+
+def _makes_both(layer: Layer, way: dict[str, Any]) -> bool:
+    shape, w, options = _sizes(layer)
+    return ops.conv2d_makes_both(shape, w, **options, **way)
+
+
+def _sizes(layer: Layer) -> tuple[tuple[int, ...], Any, dict[str, Any]]:
+    """Of the input, filters, and how they meet."""
     w = ops.empty((layer.filters, layer.kernel, layer.kernel, layer.channels), bfloat16)
     options = {"stride": (layer.stride,) * 2, "padding": (layer.padding,) * 2, "dilation": (1, 1), "groups": 1}
-    return makes[which]((layer.batch, layer.size, layer.size, layer.channels), w, **options)
+    return (layer.batch, layer.size, layer.size, layer.channels), w, options
 
 
 def _planned(network: str, batch: int) -> set[tuple]:
@@ -320,7 +345,8 @@ def _start(layer: Layer) -> None:
         kinds = ((2, k), float32), (k, float32), ((2, k), np.float64), (1, np.float64)
         above = [ops.empty(shape, kind) for shape, kind in kinds]
         ops.batch_norm_backward_apply(dy, dy, *above)
-        ops.conv2d_backward_both(dy, dy, *above, w, x, **options, out=out, norm=norm)
+        below = {"norm": norm} if _lazily(layer) == NORM else {"below": (x, moments)}
+        ops.conv2d_backward_both(dy, dy, *above, w, x, **below, **options, add=add, out=out)
         ops.conv2d_backward_data_masked(dy, w, x, *norm, **options)
     if _has(layer, "join"):
         ops.conv2d_join(x, *norm, x, w, **options, statistics=True)
@@ -351,7 +377,7 @@ def _rows(layer: Layer, parts: list[str], budget: Budget, bandwidth: float, plan
         peer = getattr(Arrays, name)  # of two parts it is the same
         if peer not in peers:
             peers[peer] = time_calls(getattr(arrays, name)(), budget, "replayed", "cuda")
-        added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind == "gradients" and arrays.joined)
+        added, addend = arrays.added_bytes(kind), arrays.x[0].nbytes * (kind in ("gradients", "lazy") and arrays.joined)
         place = layer.channels, layer.filters, layer.kernel, layer.stride, layer.size
         products = layer.flop * (2 if kind == "lazy" else 1)
         floor = max((layer.bytes(2) + added + addend) / bandwidth, products / (bf16.tflops * 1e12))
