@@ -47,8 +47,8 @@ KNOWN = {
     r" at (turn_piece|Fetch::store_word)\(.* in csb_rows_fetch\.cuh:": "writes of the same, before the barrier",
     r" at (at|fragments)\(.* in csb_(dots|tensor)\.cu:": "likewise",
     r" in tickets\.cuh:": "the thread that fills a stage tells whose it is before it arrives at the stage's barrier",
-    r" in conv2d_stem_pooled\.cu:": "of a warp that hands on what it made one lane arrives, behind __syncwarp; where every "
-    "lane does, racecheck finds nothing in this file",
+    r" in conv2d_stem_pooled\.cu:": "where a warp hands on what it made one lane arrives, behind __syncwarp; it finds "
+    "nothing where every lane does",
     r" at load_matrices_transposed\(.* in mma\.cuh:": "reads of what that kernel's warps hand on",
     r" at list\(.* in csb_dots\.cu:": "lists compare the upper halves of words whose lowest bit is being set",
 }

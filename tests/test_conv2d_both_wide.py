@@ -148,7 +148,7 @@ FAULTS = {
     "a-slot-is-not-waited-for": (COME, "            const"),
     "what-is-below-is-not-waited-for": (WAIT + "  // what", "                // what"),
     "what-is-spaced-is-not-waited-for": ("if constexpr (ADD == 2) barrier_wait", "if constexpr (false) barrier_wait"),
-    "others-slots-are-not-waited-for": (WAIT + "\n                if", "                if"),
+    "others-slots-are-not-waited-for": (WAIT + "\n                arrive", "                arrive"),
     "what-is-spaced-comes-too-soon": (FREE + "                addend", "                addend"),
     "rows-are-not-waited-for": ("        barrier_wait(at.come(ring.index), ring.parity);\n", ""),
     "others-rows-are-not-waited-for": ("                warpgroup_sync(1 + DATA + own);\n", ""),

@@ -347,8 +347,10 @@ DEVICE void make_data(const Layout& at, const Problem& p, const Part& part, int 
                 settle(sum);
                 const u32 to = at.output(slots.index);
                 await_slot(at, slots);  // what it held before is stored, too
-                if constexpr (ADD) put_added(sum, to);
-                else put_square(sum, to);
+                if constexpr (ADD)
+                    put_added(sum, to);
+                else
+                    put_square(sum, to);
 #if BELOW
                 warpgroup_sync(1 + DATA + own);
                 const u32 x = at.input(slots.index) + columns_across();
@@ -362,7 +364,7 @@ DEVICE void make_data(const Layout& at, const Problem& p, const Part& part, int 
                 arrive(at.finished(slots.index));
             } else {  // who lets rounds of a barrier go by could not tell the next but one from the next
                 await_slot(at, slots);
-                if (threadIdx.x % 32 == 0) barrier_arrive(at.slot_done(slots.index));
+                arrive(at.slot_done(slots.index));
             }
             slots.advance();
         }
