@@ -28,7 +28,7 @@
 // five eighths of its rate, and a filter in registers leaves room for two blocks a multiprocessor, whose loads,
 // products and stores hardly overlap: 7x7 of three channels, 256x112x112x64 on an H200, take 213 us so, 191 together.
 // (Bytes 116 us, products 80 at the full rate; what holds it back is not known. Products of a fragment while the sums
-// of the one before are stored: ptxas then makes each wait for the last.)
+// of the one before are stored: ptxas then makes each wait for the last.) Rows of whole tiles: conv2d_stem_lines.cu.
 //
 // With STATISTICS, of bfloat16, each warp leaves sums and sums of squares of what it stores of a tile
 // (conv2d_columns.cuh has why these are enough): partial (images, tiles below each other, segments, warps, 2, K) float.
