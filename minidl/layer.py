@@ -84,8 +84,7 @@ class Layer(checks.Told):
         self._bound = False  # part of a model, which then counts the steps and owns the arena
         self._arena: Arena | None = None  # only a layer that works alone owns one
         self.keeps = True  # in the latest forward pass, what backward needs
-        self._again = False  # within `rerun`
-        self._has_saved = False  # in this forward pass
+        self._again = self._has_saved = False  # within `rerun`; in this forward pass
         self._taken: SimpleNamespace | None = None
         self._add: Any = None  # what the gradient of the input is added to, in the pass under way
         self._checked: Any = None  # facts of the last inputs that passed the door (`_enter`), and the output's shape
