@@ -218,8 +218,8 @@ def test_a_warp_sums_few_enough_values_of_a_channel(device, case):
 
 @pytest.fixture
 def stem(cuda_ops):
-    """The table, with the family forced."""
-    with family("stem"):
+    """The table, with the family forced, of Hopper's kernels the one that has windows in registers."""
+    with family("stem"), forced(Choice("stem", "registers")):
         yield cuda_ops
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from minidl.cuda.convolution import conv2d_hopper, conv2d_weight_hopper
 from minidl.cuda.convolution.conv2d_choice import options
-from minidl.cuda.convolution.conv2d_family import Question, family, kernel
+from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kernel
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.rows import DTYPE
 from minidl.precision import bfloat16, float32
@@ -88,7 +88,7 @@ def test_other_families(launched, of, rng):
 
 @cases([case for case in EDGES if case.name in FIRST])
 def test_first_layers(case, rng):
-    with emulator.table() as ops, family("stem"):
+    with emulator.table() as ops, family("stem"), kernel(Choice("stem", "registers")):
         x, w, dy = draws(rng, case, bfloat16)
         same([ops.conv2d(*put(ops, x, w), **case.options)], [three_expected(case, x, w, dy, bfloat16)[0]])
         exact_weight_gradient(ops, case, bfloat16, rng)
