@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
+
 import minidl as m
 from minidl import fusion, models
 from minidl.fusion.plans import candidates, modes_of, way_of
+from tests.test_fusion import close, fused, run
 
 
 def test_a_batch_norm_may_be_lazy_over_a_1x1_convolution_alone():
@@ -43,3 +46,50 @@ def test_of_two_lazy_batch_norms_under_a_sum_the_second_takes_its_own_sums():
             spared = fusion.site_cost(site, way, 1, 2).backward - fusion.site_cost(site, lazy, 1, 2).backward
             second = site.partner and site.first_back and site.kind == "join" and not site.point
             assert spared == (1 if site.pooled else 2 if second else 3), site
+
+
+def bottlenecks():
+    """Three residual blocks: their inputs are read by a projection, by a sum, and by a projection with a stride."""
+    graph = m.Graph()
+
+    def norm(x, width, name, kernel=1, stride=1):
+        options = {"stride": stride, "padding": kernel // 2, "bias": False}
+        x = m.Conv2d(x.shape[-1], width, kernel, **options, name=f"{name}.conv")(x)
+        return m.BatchNorm2d(width, name=f"{name}.bn")(x)
+
+    def block(x, width, name, stride=1):
+        y = m.ReLU(name=f"{name}.relu1")(norm(x, 8, f"{name}.1"))
+        y = m.ReLU(name=f"{name}.relu2")(norm(y, 8, f"{name}.2", 3, stride))
+        side = x if x.shape[-1] == width else norm(x, width, f"{name}.side", 1, stride)
+        return m.ReLU(name=f"{name}.relu")(m.Add(name=f"{name}.add")(norm(y, width, f"{name}.3"), side))
+
+    x = m.ReLU(name="relu0")(norm(graph.input((6, 6, 3)), 16, "stem", 3))
+    x = block(block(block(x, 32, "a"), 32, "b"), 64, "c", 2)
+    return graph.output(m.Linear(9 * 64, 5, name="fc")(m.Flatten()(x)))
+
+
+@pytest.mark.parametrize("how", ["elementwise", "gradients", "bnff"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_convolutions_that_add_to_gradients_may_make_both_of_their_own(ops, how, precision, monkeypatch):
+    """On a CPU by the same passes, with the same bits."""
+    told, own = [], ops.conv2d_backward_both
+    if ops.name == "cpu":
+        monkeypatch.setattr(ops, "conv2d_makes_both", lambda _, w, **geometry: w.shape[1:3] == (1, 1))
+
+    def both(*args, **named):
+        told.append({name for name in ("norm", "below", "other", "add") if named.get(name) is not None})
+        return own(*args, **named)
+
+    monkeypatch.setattr(ops, "conv2d_backward_both", both)
+    steps = []
+    for lazy in (False, True):
+        model = fused(bottlenecks, how, ops, precision=precision)
+        for layer in model.layers:
+            if isinstance(layer, m.BatchNorm2d):
+                layer.lazy = lazy and not layer.name.startswith(("stem", "c.side"))
+        steps.append(run(model))
+    exact = ops.name == "cpu" or precision == "fp32"
+    close(*steps, 0.0 if exact else 2.0**-6)
+    if ops.name == "cpu":
+        expected = [{"below", "other", "add"}, {"below", "add"}] if how != "elementwise" else [set()]
+        assert all(what in told for what in expected), told

@@ -84,7 +84,7 @@ MODES = {
         "the gradient of the convolution or pooling above masks what it writes, and sums it for who is below",
     ),
     "lazy": Mode(
-        "lazy", "lazy", "producer", ("backward",), ("elementwise", "pooled", "gradients"), (0.0, 0.3),
+        "lazy", "leaving", "producer", ("backward",), ("elementwise", "pooled", "gradients"), (0.0, 0.3),
         "no 1x1 convolution without stride and bias writes for it alone, nor, under a pooling, the first one",
         "the input's gradient is never written: the convolution below makes its own of what that is made of",
     ),

@@ -82,6 +82,11 @@ class Site:
         return self.name if self.lean and not owed else None
 
     @property
+    def leaving(self) -> tuple[str | None, ...] | None:
+        """That batch norm, and the convolution that it leaves its last pass to."""
+        return None if self.lazy is None else (self.lazy, self.producer)
+
+    @property
     def rectifier(self) -> str | None:
         """The convolution that can do a bare ReLU's work."""
         return self.producer if self.kind == "bare" else None

@@ -91,7 +91,8 @@ class _Convolution(Layer):
         norm, sole, others = norms[-1], len(origin.terms) == 1, norms[:-1]
         # The parameters are no activations: as a tuple they stay where they are.
         facts = origin.owner, norm.owner, sole, (norm.gamma, norm.beta)
-        kept = {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": x.signs}
+        signs = x.signs if self._reads_signs(x.shape) else None
+        kept = {"raw": norm.raw, "moments": norm.moments, "below": facts, "signs": signs}
         if others:
             kept |= {"other": others[0].owner, "other_raw": others[0].raw, "other_moments": others[0].moments}
         return kept
@@ -122,6 +123,10 @@ class _Convolution(Layer):
     def _takes_pair(self, kept: Any) -> bool:
         """Whether a kernel takes the sums of both batch norms below a sum."""
         return False
+
+    def _reads_signs(self, shape: tuple[int, ...]) -> bool:
+        """Whether masking an input of this shape takes the signs of a sum, if they are there, not the sum itself."""
+        return True
 
     def _backward_bias(self, dy: Any) -> None:
         if (bias := self.grad("bias")) is not None:
@@ -155,15 +160,16 @@ class Conv2d(_Convolution):
     """
 
     # Modes of a fusion plan: in training, take the batch norm's statistics of the output on the way; do the work of the
-    # ReLU above.
+    # ReLU above; be left the last pass of the batch norm above.
     statistics = False
     rectifies = False
+    lazy = False
     accepts_owed = (SpacedGradient,)
     sums = False  # adds up its input's gradient for the bias of a convolution below (`layers.join.sum_for_biases`)
     left_to: Conv2d | None = None  # reads the same image, and adds this one's gradient (`layers.join.leave_strided`)
     # Set by hand, by no plan: an unfinished input is made in packed 16-bit arithmetic (`ops.conv2d`).
     packed = False
-    modes = ("training", "statistics", "masks", "rectifies", "packed")
+    modes = ("training", "statistics", "masks", "rectifies", "lazy", "packed")
 
     def __init__(
         self,
@@ -266,6 +272,10 @@ class Conv2d(_Convolution):
 
     def _takes_pair(self, kept: Any) -> bool:
         return self.ops.conv2d_takes_pair(kept.raw.shape, self.params["weight"], **self.geometry, tf32=self.tf32)
+
+    def _reads_signs(self, shape: tuple[int, ...]) -> bool:
+        options = {**self.geometry, "below": 1, "add": True, "tf32": self.tf32}
+        return not (self.lazy and self.ops.conv2d_makes_both(shape, self.params["weight"], **options))
 
     def _both(self, kept: Any) -> dict[str, Any] | None:
         """What a kernel is told that makes both gradients of what a batch norm above has left to do, the input's as it

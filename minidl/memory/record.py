@@ -137,19 +137,22 @@ def _allocations(watcher: Watcher, made: list[Memory], numbers: Mapping[int, int
 
 
 def _runs(watcher: Watcher, numbers: Mapping[int, int]) -> dict[int, Run]:
-    """The forward passes, with the numbers of the tensors; what lives within one pass only has none."""
+    """The forward passes, with the numbers of the tensors; what lives within one pass only has none.
 
-    def place(item: Any) -> Any:
-        if not isinstance(item, Seen):
-            return item
-        memory, *rest = item
-        return Place(numbers[id(memory)], *rest) if id(memory) in numbers else None
+    In a result an empty array stands for that, as another pass will give it again.
+    """
 
-    def told(what: Any) -> Any:
+    def told(what: Any, gone: Any = None) -> Any:
+        def place(item: Any) -> Any:
+            if not isinstance(item, Seen):
+                return item
+            memory, *rest = item
+            return Place(numbers[id(memory)], *rest) if id(memory) in numbers else gone
+
         return mapped(what, place, Seen)
 
     return {
-        t: Run(layer, told(given), told(saved), told(result))
+        t: Run(layer, told(given), told(saved), told(result, np.empty(0)))
         for t, (layer, given, saved, result) in watcher.runs.items()
     }
 
