@@ -91,7 +91,8 @@ def test_every_pass_without_kernels_has_a_layer_with_kernels_that_does_it(plan, 
         passes = ("forward",) if pass_name == "forward" else ("backward_data", "backward_weight")
         assert any(kernels.get((host, p)) for p in passes)
         if host == layer:
-            assert pass_name == "backward_data" and "conv2d_both.conv2d_both_kernel" in kernels[host, "backward_weight"]
+            assert pass_name == "backward_data"
+            assert any(kernel.startswith("conv2d_both") for kernel in kernels[host, "backward_weight"])
 
 
 def test_who_does_the_work_by_hand():
