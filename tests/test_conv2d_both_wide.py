@@ -11,6 +11,7 @@ import pytest
 from minidl.cuda.convolution import conv2d_both, conv2d_both_wide
 from minidl.cuda.convolution.conv2d_plan import convolution
 from minidl.cuda.device import BUILT_IN
+from minidl.cuda.launch import dry_run
 from minidl.precision import bfloat16, float32
 from tests import emulator
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
@@ -37,7 +38,7 @@ ADD = pytest.mark.parametrize("add", ["", "full", "spaced"], ids=["alone", "adde
 def wherever_it_can(monkeypatch):
     """Also where other kernels should be faster."""
     monkeypatch.setattr(conv2d_both_wide, "MOST_COLUMNS", 1000)
-    monkeypatch.setattr(conv2d_both, "MOST_COLUMNS", -1)
+    monkeypatch.setattr(conv2d_both, "applies", lambda *_: False)
 
 
 def drawn(rng, shape, filters, storage, norms, add, whole=False):
@@ -102,6 +103,26 @@ def test_the_kernel_takes_what_it_says():
     assert not taken(image, 136) and not taken(image, 60) and not taken((2, 8, 8, 60), 64)
     assert not taken(image, 64, kernel=3, padding=(1, 1)) and not taken(image, 64, stride=(2, 2))
     assert not taken(image, 64, groups=2) and not taken((0, 8, 8, 256), 64)
+
+
+def test_what_is_below_must_be_like_the_input():
+    from minidl import cuda as ops
+
+    with dry_run():
+        wide, few, vector = (2, 4, 4, 256), (2, 4, 4, 64), ops.empty((2, 64), np.float64)
+        dz, x, w = (ops.empty(shape, bfloat16) for shape in (few, wide, (64, 1, 1, 256)))
+        rest = ops.empty((2, 64), float32), None, vector, ops.empty((1,), np.float64), w, x
+        below, out = (x, ops.empty((2, 256), float32)), ops.empty(w.shape, float32)
+        for error, what, named in (
+            (ValueError, "raw", {"below": (x[:1], below[1])}),
+            (TypeError, "raw", {"below": (ops.empty(wide, float32), below[1])}),
+            (ValueError, "other", {"below": below, "other": (x[:1], below[1])}),
+            (ValueError, "other", {"other": below}),
+            (ValueError, "add", {"below": below, "add": x[:, :3]}),
+        ):
+            with pytest.raises(error, match=f"conv2d_backward_both: {what}"):
+                ops.conv2d_backward_both(dz, dz, *rest, out=out, **named, **POINT)
+        ops.conv2d_backward_both(dz, dz, *rest, out=out, below=below, other=below, add=x[:, ::2, ::2], **POINT)
 
 
 def emulated(shape, filters, norms, add, seed):
@@ -289,12 +310,3 @@ def test_what_is_not_finite_stays_where_it_belongs(hopper, where, value, rng):
     if masked:
         assert dx[place] == 0
     np.testing.assert_array_equal(np.isfinite(sums), columns)
-
-
-def test_what_is_below_must_be_like_the_input(hopper, rng):
-    above, w, x, below, _ = drawn(rng, (1, 5, 7, 64), 64, bfloat16, 1, "")
-    arrays, (raw, moments) = put(hopper, *above, w, x), put(hopper, *below[0])
-    for wrong in (raw[:, :4], raw.astype(float32)):
-        with pytest.raises((ValueError, TypeError), match="conv2d_backward_both: raw"):
-            out = hopper.empty(w.shape, float32)
-            hopper.conv2d_backward_both(*arrays, below=(wrong, moments), out=out, **POINT)

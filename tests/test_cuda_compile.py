@@ -18,7 +18,7 @@ import pytest
 
 from minidl import cuda as ops
 from minidl.cuda import machine_code, nvrtc
-from minidl.cuda.convolution import conv2d_both_wide, conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
+from minidl.cuda.convolution import conv2d_hopper, conv2d_hopper_tiles, conv2d_stem
 from minidl.cuda.convolution.conv2d_family import TEXTBOOK, Choice, family
 from minidl.cuda.convolution.conv2d_family import kernel as forced
 from minidl.cuda.convolution.conv2d_halo import HALO_TILES
@@ -104,13 +104,11 @@ def _convolve(x, filters, kernel, stride, padding, dilation, groups, tf32=0) -> 
         out = ops.empty(w.shape, np.float32)
         dx, parts = ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, norm=below, out=out, **where)
         assert dx.shape == x.shape and (below is not None or parts is None)
-    if x.dtype != float32 and conv2d_both_wide.fits(x.shape[3], filters):
-        norms = {"below": (x, moments), "other": (x, moments)}
-        for count, add in itertools.product(range(3), (None, x, half)):
-            if ops.conv2d_makes_both(x.shape, w, below=count, add=add is not None, **where):
-                named = {**dict(itertools.islice(norms.items(), count)), "add": add, **where}
-                out = ops.empty(w.shape, np.float32)
-                ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, out=out, **named)
+    for count, add in itertools.product(range(3), (None, x, half)):
+        if ops.conv2d_makes_both(x.shape, w, below=count, add=add is not None, **where):
+            named = dict.fromkeys(("below", "other")[:count], (x, moments)) | {"add": add, **where}
+            out = ops.empty(w.shape, np.float32)
+            ops.conv2d_backward_both(dy, y, facts[0], bias, *sums, w, x, out=out, **named)
     ops.channel_sum(dy, out=db)
 
 

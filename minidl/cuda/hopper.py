@@ -17,6 +17,7 @@ from minidl.shapes import Pair
 
 TF32 = 3  # a view's code: of float32 that the engine rounds to TF32 on the way to shared memory
 BYTES = 4  # of bytes, whose rows lie side by side in shared memory
+ROOM = 227 * 1024  # bytes of shared memory that a block can have
 # CU_TENSOR_MAP_DATA_TYPE_FLOAT32, _BFLOAT16, _FLOAT16, _TFLOAT32, _UINT8
 _DATA_TYPE = {0: 7, 1: 9, 2: 6, TF32: 11, BYTES: 0}
 _SWIZZLE_128B, _SWIZZLE_NONE, _PROMOTION_128B, _PROMOTION_256B = 3, 0, 2, 3

@@ -81,8 +81,8 @@ def site_cost(site: Site, way: str, batch: int, itemsize: int) -> SiteCost:
     backward -= (1 if site.kind == "relu" else 2) * ("gradients" in modes)
     if "lazy" in modes:  # of the pass for the input's gradient the two reads take the place of the convolution's own
         backward -= 1 if "pooled" in modes else 3
-        other = site.kind == "join" and site.partner is not None and site.first_back
-        backward += other and not site.point  # of the other's sums, which a 1x1 convolution above takes as well
+        # Who takes the other's sums, unless a 1x1 convolution above does, too.
+        backward += site.kind == "join" and site.partner is not None and site.first_back
     size = batch * prod(site.shape) * itemsize
     return SiteCost(forward, backward, forward * size, backward * size)
 

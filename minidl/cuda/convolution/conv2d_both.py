@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import Any
 
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty
@@ -22,15 +20,16 @@ from minidl.cuda.convolution.conv2d import (
     conv2d_backward_data_masked,
     conv2d_backward_weight,
 )
+from minidl.cuda.convolution.conv2d_both_wide import Planned
 from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands
 from minidl.cuda.convolution.conv2d_family import forced_family
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, convolution, struct
-from minidl.cuda.convolution.conv2d_walk import is_flat
+from minidl.cuda.convolution.conv2d_walk import is_one_product
 from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
 from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
 from minidl.cuda.device import HOPPER, DeviceRecord, current_device
-from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.hopper import ROOM, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_backward_apply
 from minidl.cuda.rows import dtype_code, rows
@@ -45,21 +44,8 @@ MOST_COLUMNS = 3  # of 64 channels, where the kernel is chosen; one more of 128 
 THREADS = 640
 _BOX = 128 * PIXELS  # bytes
 _RINGS = 2  # tiles whose input, or output, is in shared memory
-_ROOM = 227 * 1024  # shared memory of a block
 
 _PROBLEM = struct("", "pixels tiles channels columns filters chunks")
-
-
-class Planned(NamedTuple):
-    """A launch of conv2d_both_kernel; ``chunks`` of the pixels, ``tiles`` that leave sums."""
-
-    grid: int
-    views: Views
-    problem: np.ndarray
-    defines: dict[str, int]
-    shared: int
-    chunks: int
-    tiles: int
 
 
 def fits(channels: int, filters: int) -> bool:
@@ -80,7 +66,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
     """Whether the kernel takes this convolution's gradients: on compute capability 9.0, of a 16-bit type, 1x1 without
     stride and padding, in one group, where it `fits`.
     """
-    if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
+    if device.arch != HOPPER or not is_one_product(conv, code):
         return False
     return fits(conv.channels, conv.out_channels) and _views(conv, code, (conv.channels,) * 3).legal
 
@@ -165,7 +151,7 @@ def _backward(
     w, dx = contiguous(w), empty(conv.x_shape, x.dtype)
     planned = plan(conv, code, (rows(dz)[2], rows(y)[2], rows(x)[2]), norm is not None)
     partials = empty((planned.chunks, out.size), float32)
-    parts = None if norm is None else empty((planned.tiles, 2, conv.channels), float32)
+    parts = None if norm is None else empty((planned.parts, 2, conv.channels), float32)
     launch(
         "conv2d_both", "conv2d_both_kernel", planned.grid, THREADS,
         TensorMaps(planned.views, (dz, y, w, x, dx)), partials, parts, *above, *(norm or (None,) * 3), planned.problem,
@@ -186,7 +172,7 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, int, int], below: boo
     deep, columns, tiles = conv.out_channels // FILTERS, ceil_div(conv.channels, COLUMNS), ceil_div(conv.pixels, PIXELS)
     chunks = max(1, min(tiles, WORKERS // columns))
     fixed = deep * FILTERS * (128 + 3 * 4) + _RINGS * _BOX * (3 if below else 2)
-    stages = min(4, (_ROOM - fixed) // (4 * _BOX))
+    stages = min(4, (ROOM - fixed) // (4 * _BOX))
     barriers = 8 * (3 * stages + 3 * _RINGS + 1)
     problem = argument(
         _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,

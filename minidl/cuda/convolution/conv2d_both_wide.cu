@@ -31,9 +31,10 @@
 // multiplies for dw, one makes dy and brings what is spaced; of the last one a warp fills stages, one slots, one stores.
 // Dynamic shared memory: `Layout::BYTES`.
 // What bounds it is memory: of 64 filters and 256 columns a piece of 64 pixels takes 2000 clocks to come and go at 4.2
-// TB/s, its products 260, mask and sums some 900 of a warpgroup (by count of instructions) and shared memory 800. 256-64
-// at 56x56 pixels, 256 images, on an H200: 456 us, with an addend and one batch norm below, 446 at the speed of a copy;
-// by three kernels 530. 512-128 at 28x28 234, 223 and 279; 256-128 at 56x56 with a spaced addend 488, 422 and 628.
+// TB/s, its products 260, mask and sums some 900 of a warpgroup (by count of instructions) and shared memory 800. On an
+// H200, 256 images, with an addend and one batch norm below: 256-64 at 56x56 pixels 463 us, a copy of its arrays 441;
+// 512-128 at 28x28 237 and 220, 256-128 at 56x56 507 and 490 (bench_fusion.py --parts convolutions has the peers). With
+// a spaced addend the last takes 488 where the copy would take 422; why is not known.
 // FLOP: 4 * K * C * pixels. Bytes: x, dx, add, raw once, dz and y once (from the L2 cache for further columns);
 // 4 * chunks * |dw| twice.
 #define MASKED (BELOW ? 2 : 0)

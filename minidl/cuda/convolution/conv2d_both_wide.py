@@ -13,11 +13,11 @@ from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_hopper import aligned, is_spaced
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
-from minidl.cuda.convolution.conv2d_walk import is_flat
+from minidl.cuda.convolution.conv2d_walk import is_one_product
 from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
 from minidl.cuda.convolution.conv2d_weight_tiles import WORKERS
 from minidl.cuda.device import HOPPER, DeviceRecord
-from minidl.cuda.hopper import TensorMaps, View, Views
+from minidl.cuda.hopper import ROOM, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import rows
 from minidl.precision import float32
@@ -28,13 +28,12 @@ PIXELS, TILES_OF_PART, SUMMED, THREADS = 64, 4, 64 * 256, 640
 STAGES = 2
 MOST_COLUMNS = 4  # of blocks beside each other, where the kernel is chosen
 _BOX = 128 * PIXELS  # bytes
-_ROOM = 227 * 1024  # shared memory of a block
 
 _PROBLEM = struct("", "pixels tiles channels columns filters chunks parts height width added")
 
 
 class Planned(NamedTuple):
-    """A launch of conv2d_both_wide_kernel; ``chunks`` of the pixels, ``parts`` of sums that all of them leave."""
+    """A launch of a kernel for both gradients; ``chunks`` of the pixels, ``parts`` of sums that all of them leave."""
 
     grid: int
     views: Views
@@ -51,8 +50,8 @@ def fits(channels: int, filters: int) -> bool:
 
 
 def pays(channels: int, filters: int) -> bool:
-    """Whether the kernel `fits`, and should be faster than those it stands for: blocks of further columns make all of
-    dy once more.
+    """Whether the kernel `fits`, and is faster than those it stands for: on an H200 with one block of columns (64-64,
+    256-64), two (256-128) and four (512-128). Further ones make all of dy once more.
     """
     return fits(channels, filters) and channels <= MOST_COLUMNS * (SUMMED // _room(filters))
 
@@ -67,7 +66,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
     """Whether the kernel takes this convolution's gradients: on compute capability 9.0, of a 16-bit type, 1x1 without
     stride and padding, in one group, where it `fits`.
     """
-    if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
+    if device.arch != HOPPER or not is_one_product(conv, code):
         return False
     return fits(conv.channels, conv.out_channels) and _views(conv, code, (0,) * 6).legal
 
@@ -114,7 +113,7 @@ def plan(conv: Convolution, code: int, pitches: tuple[int, ...], add: int, below
     parts = ceil_div(ceil_div(tiles, chunks), TILES_OF_PART)
     fixed = SUMMED * ITEMSIZE + STAGES * 2 * (filters // 64) * _BOX + 3 * filters * 4 + 8 * (3 * STAGES + 1)
     slot = (2 + below) * _BOX + 4 * 8
-    slots = min(8, (_ROOM - fixed) // slot)
+    slots = min(8, (ROOM - fixed) // slot)
     problem = argument(
         _PROBLEM, pixels=conv.pixels, tiles=tiles, channels=conv.channels, columns=columns, filters=conv.out_channels,
         chunks=chunks, parts=parts, height=conv.height, width=conv.width, added=pitches[5],

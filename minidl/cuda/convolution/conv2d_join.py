@@ -18,12 +18,12 @@ from minidl.cuda.convolution.conv2d_checks import check_alike, check_operands
 from minidl.cuda.convolution.conv2d_family import forced_family
 from minidl.cuda.convolution.conv2d_hopper import aligned
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, convolution, struct
-from minidl.cuda.convolution.conv2d_walk import blocks, is_flat
+from minidl.cuda.convolution.conv2d_walk import blocks, is_one_product
 from minidl.cuda.convolution.conv2d_weight_grid import ITEMSIZE
 from minidl.cuda.convolution.tickets import BYTES as TICKET_BYTES
 from minidl.cuda.convolution.tickets import TICKETS
 from minidl.cuda.device import HOPPER, DeviceRecord, current_device
-from minidl.cuda.hopper import BYTES, TensorMaps, View, Views
+from minidl.cuda.hopper import BYTES, ROOM, TensorMaps, View, Views
 from minidl.cuda.launch import launch
 from minidl.cuda.norm.batch_norm import batch_norm_join, batch_norm_merge, batch_norm_stats
 from minidl.cuda.norm.signs import signs_pitch, signs_shape
@@ -42,7 +42,6 @@ PIECES, PIECE, LEAST_TILES = 5, 128 * 128, 132
 LEAST_STAGES, MOST_STAGES = 3, 8
 _SLAB = 128 * 64  # bytes
 _STRIPS, _STRIP = 2, 4  # of signs; stages of one, at most
-_ROOM = 227 * 1024  # shared memory of a block
 
 _PROBLEM = struct("", "pixels tiles share group")
 
@@ -91,7 +90,7 @@ class Product(NamedTuple):
 
     def stages(self, resident: bool) -> int:
         """That there is room for."""
-        return min(MOST_STAGES, (_ROOM - self.fixed(resident)) // self.stage(resident))
+        return min(MOST_STAGES, (ROOM - self.fixed(resident)) // self.stage(resident))
 
 
 def _consumers(resident: bool) -> int:
@@ -128,7 +127,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord, backward: bool =
     """Whether the kernel takes this convolution's input, or gradient: on compute capability 9.0, of a 16-bit type, 1x1
     without stride and padding, in one group, where it `fits`.
     """
-    if device.arch != HOPPER or not code or not is_flat(conv) or conv.groups > 1 or not 0 < conv.pixels < 2**30:
+    if device.arch != HOPPER or not is_one_product(conv, code):
         return False
     product = _product(conv.channels, conv.out_channels, backward)
     return product.resident is not None and _views(conv, code, product, (product.depth,) * 2).legal

@@ -154,6 +154,11 @@ def is_flat(conv: Convolution) -> bool:
     return conv.kernel == conv.stride == (1, 1) and conv.padding == (0, 0)
 
 
+def is_one_product(conv: Convolution, code: int) -> bool:
+    """Whether all pixels are rows of one product of 16-bit numbers, not too many for the copy engine's maps."""
+    return code > 0 and is_flat(conv) and conv.groups == 1 and 0 < conv.pixels < 2**30
+
+
 def itemsize_of(code: int) -> int:
     """Bytes of an element, by the macro DTYPE."""
     return ITEMSIZE if code else 4
