@@ -247,8 +247,8 @@ def conv2d_makes_both(
     x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
     norm: bool = False, below: int = 0, add: bool = False, tf32: bool = False,
 ) -> bool:  # fmt: skip
-    """Whether a kernel does what `conv2d_backward_both` does, given a ``norm``, so many batch norms ``below`` and what to
-    ``add``: a GPU's may.
+    """Whether a kernel does what `conv2d_backward_both` does, given a ``norm``, so many batch norms ``below``, and an
+    array to ``add``: a GPU's may.
     """
     return False
 
