@@ -32,6 +32,7 @@ SHAPES = {
     "many-tiles": ((3, 14, 15, 256), 64),
     "filters-that-come-along": ((2, 11, 13, 512), 256),
     "filters-that-come-along-deep": ((3, 9, 15, 1024), 256),
+    "tiles-cut-in-two": ((2, 15, 20, 512), 256),
 }
 TWO = pytest.mark.parametrize("two", [False, True], ids=["one", "two"])
 EACH = pytest.mark.parametrize(("shape", "filters"), SHAPES.values(), ids=SHAPES)
@@ -41,6 +42,7 @@ BACKWARD = {
     "half-a-tile": ((2, 9, 9, 256), 640),
     "many-tiles": ((3, 14, 15, 256), 768),
     "deep": ((2, 11, 13, 256), 1024),
+    "tiles-cut-in-two": ((2, 15, 20, 256), 640),
 }
 BELOW = pytest.mark.parametrize("below", [False, True], ids=["plain", "below"])
 EACH_BACKWARD = pytest.mark.parametrize(("shape", "filters"), BACKWARD.values(), ids=BACKWARD)
@@ -293,6 +295,10 @@ FAULTS = {
     "one-arrival-too-many-is-expected": ("4 * CONSUMERS + 1)", "4 * CONSUMERS + 2)"),
     "what-is-behind-the-last-pixel-counts": ("return row < rows;", "return true;"),
     "an-output-is-written-too-soon": ("            if (speaks) await_stores_read<0>();  // of", "            // of"),
+    "bytes-of-a-whole-tile-are-expected": ("2 * SLAB * tile.second", "STAGE"),
+    "a-piece-goes-by-before-it-comes": (
+        "            barrier_wait(at.piece_come(pieces.index), pieces.parity);\n            if", "            if"
+    ),
     "nobody-hears-of-the-end": ("    if (lane == 0) barrier_arrive(at.made(ring.index));  // the others", "    // the"),
 }  # fmt: skip
 
@@ -302,8 +308,8 @@ def test_the_emulator_finds_faults(fault):
     """So what it does not find is unlikely to be there."""
 
     def check(seed):
-        for channels, filters in ((128, 64), (128, 256), (512, 256)):
-            found, hosts = emulated((2, 15, 27, channels), filters, True, seed)
+        for width, channels, filters in ((27, 128, 64), (27, 128, 256), (20, 512, 256)):
+            found, hosts = emulated((2, 15, width, channels), filters, True, seed)
             check_whole(*found, hosts)
 
     assert emulator.finds("conv2d_join", *FAULTS[fault], check)
@@ -328,6 +334,18 @@ def test_backward_too_it_finds_faults(fault):
         check_gradients(*found, hosts)
 
     assert emulator.finds("conv2d_join", *BACKWARD_FAULTS[fault], check)
+
+
+@pytest.mark.parametrize(
+    ("pixels", "whole", "single"),
+    [(64, 0, 1), (49 * 128, 0, 98), (66 * 128, 0, 132), (67 * 128 - 64, 66, 1), (67 * 128, 67, 0), (132 * 128, 132, 0),
+     (132 * 128 + 1, 132, 1), (196 * 128, 132, 128), (198 * 128, 132, 132), (199 * 128, 199, 0), (392 * 128, 392, 0)],
+)  # fmt: skip
+def test_tiles_that_would_leave_half_of_the_multiprocessors_idle_are_cut_in_two(pixels, whole, single):
+    conv = convolution("test", (1, 1, pixels, 512), (256, 1, 1, 512), *POINT.values())
+    plan = conv2d_join.plan(conv, 1, (512, 512), False, True, H200)
+    assert plan.problem["whole"] == whole and plan.problem["tiles"] == whole + single
+    assert plan.parts == 2 * whole + single == -(-pixels // 64) and plan.grid == min(whole + single, 132)
 
 
 def blocks():
@@ -445,6 +463,18 @@ def test_all_of_the_results_are_written_and_nothing_else(hopper, shape, filters,
     guarded.check(4)
 
 
+# Pixels of whole tiles, and one that is not full; of a round of them, and tiles that are cut in two. (Of either number
+# the kernels' inverse is exact.)
+LARGE = pytest.mark.parametrize("shape", [(9, 31, 33), (20, 29, 32)], ids=["whole", "a-round-and-a-part"])
+
+
+@LARGE
+def test_tiles_are_whole_where_there_are_enough(hopper, shape, rng):
+    hosts = operands(rng, (*shape, 512), 256, bfloat16, False, whole=True)
+    for _ in range(3):
+        check_whole(*joined(hopper, *hosts, finish=False), hosts)
+
+
 def test_what_is_not_finite_stays_where_it_belongs(hopper, rng):
     hosts = operands(rng, (2, 9, 11, 256), 64, bfloat16, False)
     hosts[0][0, 1, 2, 3], hosts[4][1, 2, 3, 4], hosts[5][...] = np.nan, np.inf, 1
@@ -465,6 +495,13 @@ def test_whole_numbers_give_the_bits_of_the_definition_backward(hopper, shape, f
     assert hopper.conv2d_makes_both(shape, hopper.from_host(hosts[1]), **POINT)
     check_gradients(*gradients(hopper, *hosts), hosts)
     check_gradients(*gradients(hopper, *hosts), hosts)
+
+
+@LARGE
+def test_tiles_are_whole_where_there_are_enough_backward(hopper, shape, rng):
+    hosts = both.operands(rng, (*shape, 256), 512, bfloat16, True, whole=True)
+    for _ in range(3):
+        check_gradients(*gradients(hopper, *hosts), hosts)
 
 
 @BELOW

@@ -17,15 +17,16 @@
 // norm below, as in conv2d_hopper.cu (MASKED 1 there).
 //
 // Below DEPTH is that of the product, the channels of z, and WIDTH that of y. The arrays are seen through tensor maps
-// (conv2d_join.py makes them), boxes of 64 channels x PIXELS unless it says otherwise:
+// (conv2d_join.py makes them), boxes of 64 channels x 64 pixels unless it says otherwise; a group is 64 pixels:
 //   x, add, z  (DEPTH, pixels)
-//   signs      forward (DEPTH / 8, pixels) bytes: SIGN_ROW x PIXELS
+//   signs      forward (DEPTH / 8, pixels) bytes: SIGN_ROW x 64 pixels
 //   w          (C, K): forward 64 channels x PIECE_WIDTH filters, BACKWARD 64 x 64
-//   y, below   (WIDTH, pixels): 64 x 64
-//   partial    with STATISTICS or BELOW (tiles * CONSUMERS, 2, WIDTH) float32: sums of y and of its squares, or those
-//              of batch_norm_backward_stats, for batch_norm_merge.cu
-// A stage is 64 channels of a tile: a box of x, where z takes its place, and one of add. RESIDENT: tiles are 64 pixels,
-// and the filters stay in shared memory; else 128, whose halves share pieces of the filters that come with the stages.
+//   y, below   (WIDTH, pixels)
+//   partial    with STATISTICS or BELOW (groups, 2, WIDTH) float32: sums of y and of its squares, or those of
+//              batch_norm_backward_stats, for batch_norm_merge.cu
+// A stage is 64 channels of a tile: boxes of x, where z takes its place, and of add. RESIDENT: tiles are one group, and
+// the filters stay in shared memory; else two, which share pieces of the filters that come with the stages; but the last
+// tiles are one group each where there are fewer of them than half the multiprocessors, of which all then have one.
 //
 // Macros: DTYPE (1, 2); BACKWARD; TWO; BELOW; STATISTICS (forward, of DTYPE 1); DEEP, stages of a tile, DEPTH / 64;
 // WIDTH (64, 128, 256); RESIDENT; STAGES and PIECES in shared memory.
@@ -48,8 +49,8 @@
 
 constexpr int CONSUMERS = RESIDENT ? 1 : 2;
 constexpr int PIXELS = 64 * CONSUMERS, CHANNELS = 64;          // of a tile; of a stage
-constexpr int BOX = PIXELS * 128, STAGE = 2 * BOX;             // bytes
-constexpr int SLAB = 64 * 128;                                 // of 64 pixels of y and as many columns
+constexpr int SLAB = 64 * 128;                                 // bytes of a box
+constexpr int BOX = CONSUMERS * SLAB, STAGE = 2 * BOX;         // of x, of a tile; of a stage
 constexpr int SLABS = WIDTH / 64, BUFFERS = RESIDENT ? SLABS : 1;  // of a consumer's part of a tile; in shared memory
 constexpr int PIECE_WIDTH = RESIDENT ? WIDTH : 128, PIECE = PIECE_WIDTH * 128;
 constexpr int PARTS = WIDTH / PIECE_WIDTH;                     // pieces of a stage
@@ -57,6 +58,7 @@ constexpr int PARTS = WIDTH / PIECE_WIDTH;                     // pieces of a st
 static_assert(RESIDENT || PIECES < PARTS * STAGES, "the round between has come when the last pieces are asked for");
 constexpr int STRIPS = 2, STRIP = DEEP < 4 ? DEEP : 4;         // of signs, in shared memory; stages of one
 constexpr int SIGN_ROW = STRIP * CHANNELS / 8;                 // bytes
+constexpr int SIGN_SLAB = 64 * SIGN_ROW;
 constexpr int TABLES = BACKWARD ? 3 : 2 + TWO;                 // numbers that are needed of each channel
 
 // The roles, by warpgroup, those of the last by warp.
@@ -74,14 +76,21 @@ struct Maps {
 #endif
 };
 
+// whole: tiles of as many groups as there are CONSUMERS; the others have one.
 struct Problem {
-    int pixels, tiles, share, group;
+    int pixels, tiles, whole, share, group;
 };
+
+// The groups of pixels of a tile: the first, and how many there are.
+DEVICE Ticket groups_of(int tile, const Problem& p) {
+    if (tile < 0) return {-1, 0};
+    return tile < p.whole ? Ticket{tile * CONSUMERS, CONSUMERS} : Ticket{p.whole * (CONSUMERS - 1) + tile, 1};
+}
 
 struct Layout {
     static constexpr int FILTERS = RESIDENT ? DEEP : PIECES, OUTPUT = FILTERS * PIECE + STAGES * STAGE;
     static constexpr int BELOWS = OUTPUT + CONSUMERS * BUFFERS * SLAB, SIGNS = BELOWS + (MASKED ? CONSUMERS * SLAB : 0);
-    static constexpr int FACTORS = SIGNS + (BACKWARD ? 0 : STRIPS * PIXELS * SIGN_ROW);
+    static constexpr int FACTORS = SIGNS + (BACKWARD ? 0 : STRIPS * CONSUMERS * SIGN_SLAB);
     static constexpr int BARRIERS = FACTORS + TABLES * DEEP * CHANNELS * 4;
     static constexpr int TICKETS = BARRIERS + 8 * (3 * STAGES + STRIPS + CONSUMERS + 2 * (RESIDENT ? 1 : PIECES));
     static constexpr int BYTES = TICKETS + STAGES * TICKET_BYTES;
@@ -95,7 +104,7 @@ struct Layout {
         return base + OUTPUT + (consumer * BUFFERS + i) * SLAB;
     }
     __device__ __forceinline__ u32 below(int consumer) const { return base + BELOWS + consumer * SLAB; }
-    __device__ __forceinline__ u32 strip(int i) const { return base + SIGNS + i * PIXELS * SIGN_ROW; }
+    __device__ __forceinline__ u32 strip(int i) const { return base + SIGNS + i * CONSUMERS * SIGN_SLAB; }
     // scale, shift, and with TWO the shortcut's scale; BACKWARD scale, bend and offset.
     __device__ __forceinline__ ChannelTable<DEEP * CHANNELS> factors() const { return {base + FACTORS}; }
 
@@ -125,21 +134,26 @@ DEVICE void init_barriers(const Layout& at) {
     barrier_init_done();
 }
 
-// Whoever reads stages: the tile that begins with one, known to be there; -1 ends the row.
-DEVICE int tile_at(const Layout& at, const Ring<STAGES>& ring) { return read_ticket(at.ticket(ring.index)).first; }
+// Whoever reads stages: the groups of the tile that begins with one, known to be there; a negative one ends the row.
+DEVICE Ticket tile_at(const Layout& at, const Ring<STAGES>& ring) { return read_ticket(at.ticket(ring.index)); }
 
-// One thread: fills stage after stage of a tile; -1 tells that there is none.
-DEVICE void fill(const Layout& at, const Maps& maps, Ring<STAGES>& ring, int tile) {
-    for (int i = 0; i < (tile < 0 ? 1 : DEEP); ++i) {
-        const u32 to = at.stage(ring.index), barrier = at.come(ring.index);
+// One thread: fills stage after stage of a tile; one without groups tells that there is none.
+DEVICE void fill(const Layout& at, const Maps& maps, Ring<STAGES>& ring, const Ticket& tile) {
+    for (int i = 0; i < (tile.first < 0 ? 1 : DEEP); ++i) {
+        const u32 barrier = at.come(ring.index);
         barrier_wait(at.done(ring.index), ring.parity ^ 1);
-        if (i == 0) write_ticket(at.ticket(ring.index), {tile, 0});
-        if (tile < 0) {
+        if (i == 0) write_ticket(at.ticket(ring.index), tile);
+        if (tile.first < 0) {
             barrier_arrive(barrier);
         } else {
-            barrier_expect(barrier, STAGE);
-            load_box(to, maps.x, barrier, i * CHANNELS, tile * PIXELS);
-            load_box(to + BOX, maps.add, barrier, i * CHANNELS, tile * PIXELS);
+            barrier_expect(barrier, 2 * SLAB * tile.second);
+#pragma unroll
+            for (int half = 0; half < CONSUMERS; ++half) {
+                if (half == tile.second) break;
+                const u32 to = at.stage(ring.index) + half * SLAB;
+                load_box(to, maps.x, barrier, i * CHANNELS, (tile.first + half) * 64);
+                load_box(to + BOX, maps.add, barrier, i * CHANNELS, (tile.first + half) * 64);
+            }
         }
         ring.advance();
     }
@@ -166,7 +180,7 @@ DEVICE void fill_pieces(const Layout& at, const Maps& maps) {
     Ring<PIECES> pieces;
     for (;;) {
         barrier_wait(at.come(ring.index), ring.parity);
-        if (tile_at(at, ring) < 0) break;
+        if (tile_at(at, ring).first < 0) break;
 #pragma unroll 1
         for (int i = 0; i < DEEP * PARTS; ++i) {
             barrier_wait(at.piece_done(pieces.index), pieces.parity ^ 1);
@@ -254,15 +268,15 @@ DEVICE void put_signs(u32 to, u32 vector, u32 signs) {
 // The warpgroup that makes z, in the place of x, and its signs. A thread has the same eight channels of every sixteenth
 // row of a stage.
 DEVICE void make(const Layout& at, const Problem& p) {
-    constexpr int ROWS = PIXELS / 16, AHEAD = 2;  // of a thread; so many are asked for before they are needed
+    constexpr int ROWS = 4, AHEAD = 2;  // of a thread, of a group; so many are asked for before they are needed
     const u32 thread = thread_again(), lane = thread % 32, vector = thread % 8, row = thread / 8;
     const u32 from = row * 128 + (vector ^ row % 8) * 16, signs_from = row * SIGN_ROW + vector / 4 * 4;
     Ring<STAGES> ring;
     Ring<STRIPS> strips;
     for (;;) {
         barrier_wait(at.come(ring.index), ring.parity);
-        const int tile = tile_at(at, ring);
-        if (tile < 0) break;
+        const Ticket tile = tile_at(at, ring);
+        if (tile.first < 0) break;
 #pragma unroll 1
         for (int i = 0; i < DEEP; ++i) {
             const Factors factors(at, i * CHANNELS + vector * 8);
@@ -277,19 +291,20 @@ DEVICE void make(const Layout& at, const Problem& p) {
                 others[j] = load_shared(add + j * 16 * 128);
             }
 #pragma unroll
-            for (int j = 0; j < ROWS; ++j) {
+            for (int j = 0; j < CONSUMERS * ROWS; ++j) {
+                if (j == ROWS && tile.second == 1) break;
                 u32 signs = 0;
                 const uint4 z = factors(values[j % AHEAD], others[j % AHEAD], signs);
-                if (j + AHEAD < ROWS) {
+                if (j + AHEAD < CONSUMERS * ROWS) {  // of one group, what it does without
                     values[j % AHEAD] = load_shared(x + (j + AHEAD) * 16 * 128);
                     others[j % AHEAD] = load_shared(add + (j + AHEAD) * 16 * 128);
                 }
                 store_shared(x + j * 16 * 128, z, 1);
                 if constexpr (!BACKWARD) put_signs(signs_to + j * 16 * SIGN_ROW, vector, signs);
             }
-            if (const int left = p.pixels - tile * PIXELS; MASKED && left < PIXELS) {
+            if (const int left = p.pixels - tile.first * 64; MASKED && left < PIXELS) {
 #pragma unroll
-                for (int j = 0; j < ROWS; ++j)  // behind the last pixel nothing is to be summed
+                for (int j = 0; j < CONSUMERS * ROWS; ++j)  // behind the last pixel nothing is to be summed
                     store_shared(x + j * 16 * 128, make_uint4(0, 0, 0, 0), int(row) + j * 16 >= left);
             }
             fence_for_engine();
@@ -310,16 +325,22 @@ DEVICE void store_sums(const Layout& at, const Maps& maps) {
     Ring<STRIPS> strips;
     for (;;) {
         barrier_wait(at.made(ring.index), ring.parity);
-        const int tile = tile_at(at, ring);
-        if (tile < 0) break;
+        const Ticket tile = tile_at(at, ring);
+        if (tile.first < 0) break;
         for (int i = 0; i < DEEP; ++i) {
             const bool last = i % STRIP == STRIP - 1 || i == DEEP - 1;
             if (i) barrier_wait(at.made(ring.index), ring.parity);
             if (speaks) {
-                store_box(maps.z, at.stage(ring.index), i * CHANNELS, tile * PIXELS);
+#pragma unroll
+                for (int half = 0; half < CONSUMERS; ++half) {
+                    if (half == tile.second) break;
+                    const int pixel = (tile.first + half) * 64;
+                    store_box(maps.z, at.stage(ring.index) + half * SLAB, i * CHANNELS, pixel);
 #if !BACKWARD
-                if (last) store_box(maps.signs, at.strip(strips.index), i / STRIP * SIGN_ROW, tile * PIXELS);
+                    const u32 signs = at.strip(strips.index) + half * SIGN_SLAB;
+                    if (last) store_box(maps.signs, signs, i / STRIP * SIGN_ROW, pixel);
 #endif
+                }
                 commit_stores();
                 await_stores_read<0>();
                 barrier_arrive(at.done(ring.index));
@@ -329,6 +350,22 @@ DEVICE void store_sums(const Layout& at, const Maps& maps) {
             ring.advance();
             if (last) strips.advance();
         }
+    }
+}
+
+// A warpgroup for which a tile has no pixels: all of its stages and pieces.
+DEVICE void let_go_by(const Layout& at, Ring<STAGES>& ring, Ring<RESIDENT ? 1 : PIECES>& pieces) {
+#pragma unroll 1
+    for (int i = 0; i < DEEP; ++i) {
+        if (i) barrier_wait(at.made(ring.index), ring.parity);
+#pragma unroll 1
+        for (int part = 0; part < PARTS; ++part) {
+            barrier_wait(at.piece_come(pieces.index), pieces.parity);
+            if (threadIdx.x % 32 == 0) barrier_arrive(at.piece_done(pieces.index));
+            pieces.advance();
+        }
+        if (threadIdx.x % 32 == 0) barrier_arrive(at.done(ring.index));
+        ring.advance();
     }
 }
 
@@ -343,9 +380,13 @@ DEVICE void multiply_tiles(const Layout& at, const Maps& maps, const Problem& p,
     for (;;) {
         float sum[PARTS][PIECE_WIDTH / 2];
         barrier_wait(at.made(ring.index), ring.parity);
-        const int tile = tile_at(at, ring);
-        if (tile < 0) break;
-        const int first = tile * PIXELS + consumer * 64;
+        const Ticket tile = tile_at(at, ring);
+        if (tile.first < 0) break;
+        if (CONSUMERS > 1 && __reduce_or_sync(0xffffffffu, consumer >= tile.second)) {  // known to be the same
+            let_go_by(at, ring, pieces);
+            continue;
+        }
+        const int first = (tile.first + consumer) * 64;
         const auto load_below = [&](int s) {
 #if MASKED
             if (!speaks) return;
@@ -385,7 +426,7 @@ DEVICE void multiply_tiles(const Layout& at, const Maps& maps, const Problem& p,
         for (int part = 0; part < PARTS; ++part) settle(sum[part]);
 
         const int rows = p.pixels - first;
-        float* const sums = partial + (i64(tile) * CONSUMERS + consumer) * 2 * WIDTH;
+        float* const sums = partial + i64(tile.first + consumer) * 2 * WIDTH;
 #pragma unroll
         for (int s = 0; s < SLABS; s += BUFFERS) {
             if (speaks) await_stores_read<0>();  // of those before
@@ -445,7 +486,7 @@ DEVICE void play_roles(const Maps& maps, const Problem& p, u32* counter, float* 
             if (threadIdx.x % 32 == 0) {
                 if (RESIDENT) fill_pieces(at, maps);
                 Ring<STAGES> ring;
-                deal(counter, p.tiles, p.share, p.group, [&](int tile) { fill(at, maps, ring, tile); });
+                deal(counter, p.tiles, p.share, p.group, [&](int tile) { fill(at, maps, ring, groups_of(tile, p)); });
             }
         } else if (warp == 1) {
             store_sums(at, maps);

@@ -34,7 +34,7 @@ from minidl.shapes import Pair, ceil_div
 
 __all__ = ["backward", "conv2d_join", "conv2d_makes_join", "fits", "makes_backward"]
 
-CHANNELS, COLUMNS = 64, 64  # of a stage; of a slab of the output
+CHANNELS, COLUMNS, GROUP = 64, 64, 64  # of a stage; of a slab of the output; pixels of a group
 WIDTHS, STREAMED = (64, 128, 256), 256  # channels of the output, and where the filters need not stay
 # Of filters that do not stay: pieces under way, which come from the L2 cache with its latency, their bytes; and tiles
 # from which on the kernel is faster than two, for with fewer multiprocessors are idle.
@@ -43,7 +43,7 @@ LEAST_STAGES, MOST_STAGES = 3, 8
 _SLAB = 128 * 64  # bytes
 _STRIPS, _STRIP = 2, 4  # of signs; stages of one, at most
 
-_PROBLEM = struct("", "pixels tiles share group")
+_PROBLEM = struct("", "pixels tiles whole share group")
 
 
 class Product(NamedTuple):
@@ -67,8 +67,8 @@ class Product(NamedTuple):
 
     @property
     def pixels(self) -> int:
-        """Of a tile: 64 for each warpgroup that multiplies."""
-        return 64 * _consumers(bool(self.resident))
+        """Of a whole tile: a group for each warpgroup that multiplies."""
+        return GROUP * _consumers(bool(self.resident))
 
     @property
     def sign_row(self) -> int:
@@ -80,7 +80,7 @@ class Product(NamedTuple):
         consumers = _consumers(resident)
         filters = self.depth * self.width * ITEMSIZE if resident else PIECES * PIECE
         slabs = consumers * ((self.width // COLUMNS if resident else 1) + self.below)
-        signs = 0 if self.backward else _STRIPS * 64 * consumers * self.sign_row
+        signs = 0 if self.backward else _STRIPS * GROUP * consumers * self.sign_row
         barriers = 8 * (_STRIPS + consumers + 2 * (1 if resident else PIECES))
         return filters + slabs * _SLAB + signs + self.tables * self.depth * 4 + barriers
 
@@ -252,33 +252,43 @@ def _plan(
 ) -> Planned:  # fmt: skip
     resident = product.resident
     assert resident is not None
-    consumers, stages = _consumers(resident), product.stages(resident)
-    tiles, group = ceil_div(conv.pixels, product.pixels), device.multiprocessors
+    consumers, stages, group = _consumers(resident), product.stages(resident), device.multiprocessors
+    groups = ceil_div(conv.pixels, GROUP)
+    whole = _whole_tiles(groups, consumers, group)
+    tiles = groups - whole * (consumers - 1)
     share = max(1, ceil_div(tiles, group))
-    problem = argument(_PROBLEM, pixels=conv.pixels, tiles=tiles, share=share, group=group)
+    problem = argument(_PROBLEM, pixels=conv.pixels, tiles=tiles, whole=whole, share=share, group=group)
     defines = defines | {
         "DTYPE": code, "BACKWARD": int(product.backward), "DEEP": product.depth // CHANNELS, "WIDTH": product.width,
         "RESIDENT": int(resident), "STAGES": stages, "PIECES": PIECES,
     }  # fmt: skip
     shared = product.fixed(resident) + stages * product.stage(resident)
     views = _views(conv, code, product, pitches, x_pitch)
-    return Planned(
-        blocks(tiles, share, group), 128 * (consumers + 2), views, problem, defines, shared, tiles * consumers
-    )
+    return Planned(blocks(tiles, share, group), 128 * (consumers + 2), views, problem, defines, shared, groups)
+
+
+def _whole_tiles(groups: int, consumers: int, multiprocessors: int) -> int:
+    """Tiles that have a group for each warpgroup that multiplies; the others have one.
+
+    Tiles of the last round that leave half of the multiprocessors idle are cut in two.
+    """
+    tiles = ceil_div(groups, consumers)
+    last = tiles % multiprocessors
+    return min(tiles - last if consumers * last <= multiprocessors else tiles, groups // consumers)
 
 
 def _views(conv: Convolution, code: int, product: Product, pitches: tuple[int, int], x_pitch: int = 0) -> Views:
     """The structure Maps of conv2d_join.cu."""
-    c, k, pixels = conv.channels, conv.out_channels, product.pixels
+    c, k = conv.channels, conv.out_channels
 
-    def image(channels: int, pitch: int, rows: int) -> View:
-        return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (COLUMNS, rows))
+    def image(channels: int, pitch: int) -> View:
+        return View(code, (channels, conv.pixels), (pitch * ITEMSIZE,), (COLUMNS, GROUP))
 
     piece = COLUMNS if product.backward else product.width if product.resident else PIECE // 128
-    filters, y = View(code, (c, k), (c * ITEMSIZE,), (CHANNELS, piece)), image(product.width, product.width, 64)
-    further = image(product.width, x_pitch or product.width, 64)
+    filters, y = View(code, (c, k), (c * ITEMSIZE,), (CHANNELS, piece)), image(product.width, product.width)
+    further = image(product.width, x_pitch or product.width)
     if not product.backward:
         signs = signs_pitch(c)
-        further = View(BYTES, (signs, conv.pixels), (signs,), (product.sign_row, pixels), neighbours=False)
-    x, add, z = (image(product.depth, pitch, pixels) for pitch in (*pitches, product.depth))
+        further = View(BYTES, (signs, conv.pixels), (signs,), (product.sign_row, GROUP), neighbours=False)
+    x, add, z = (image(product.depth, pitch) for pitch in (*pitches, product.depth))
     return Views(*((view, i) for i, view in enumerate((x, add, filters, z, y, further))))
