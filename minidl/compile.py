@@ -3,20 +3,22 @@
 The first step runs as it is written and loads kernels; the second is recorded: what it allocates and releases, in
 order. From that record every array gets its place in one block (`minidl.memory.arena`), the same Python code is
 captured into it, and each step after is: copy the batch in, write the random key, launch. Forward, loss, backward,
-all-reduces and update are all inside; learning rate, loss scale and random key lie in device memory. The bits are those
-of eager steps, so it makes no difference when one is taken in between.
+all-reduces and update are all inside, short gradients of weights in a branch (`minidl.cuda.beside`); learning rate,
+loss scale and random key lie in device memory. The bits are those of eager steps, so it makes no difference when one is
+taken in between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 
 from minidl import checks
 from minidl.cuda import capture as engine
+from minidl.cuda.beside import branching, new_stream
 from minidl.dist.communicator import capturable, follow
 from minidl.fusion import fuse_by_default
 from minidl.loss import Loss, Totals
@@ -25,6 +27,7 @@ from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
 from minidl.step import EagerStep
+from minidl.store import TensorStore
 
 _SLAB = 64  # steps whose totals are allocated at once
 
@@ -147,9 +150,10 @@ def _form(array: Any) -> tuple[Any, ...]:
 
 
 class _Unit:
-    """One micro-batch of a program: its inputs at fixed places, its record, its graph."""
+    """One micro-batch of a program: its inputs at fixed places, its record, its graph, which may have branches."""
 
-    def __init__(self, images: Any, labels: Any, ops: Any):
+    def __init__(self, images: Any, labels: Any, ops: Any, branches: bool):
+        self._branches = branches
         self.images, self.labels = ops.empty(images.shape, images.dtype), ops.empty(labels.shape, labels.dtype)
         self.events: tuple[int, ...] = ()
         self.offsets: list[int] = []
@@ -159,18 +163,22 @@ class _Unit:
     def record(self, work: Callable[[], Totals]) -> Totals:
         """Run ``work`` and note what it allocates."""
         recording = engine.Recording(engine.pooled)
-        with engine.steady(), engine.allocating(recording):
+        with engine.steady(), self._allocating(recording):
             result = work()
             self.events = tuple(recording.events)
         return result
 
-    def capture(self, work: Callable[[], Any], block: Any) -> tuple[Any, Any]:
-        """(graph of ``work`` in the planned places of the block, what it returned)."""
+    def capture(self, work: Callable[[], Any], block: Any, *, one_line: bool = False) -> tuple[Any, Any]:
+        """(graph of ``work`` in the planned places of the block, what it returned); ``one_line``: without branches."""
         replaying = engine.Replaying(self.events, self.offsets, block.ptr, block.mem.size)
-        with engine.steady(), engine.lent(replaying):
+        stream = new_stream() if self._branches and not one_line else None
+        with engine.steady(), engine.lent(replaying), self._allocating(replaying, stream):
             captured = engine.capture(work)
             replaying.finish()
         return captured
+
+    def _allocating(self, allocator: engine.Allocator, stream: Any = None) -> AbstractContextManager[None]:
+        return branching(allocator, stream) if self._branches else engine.allocating(allocator)
 
 
 class _Program:
@@ -187,6 +195,8 @@ class _Program:
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
         self._watched: dict[int, tuple[Any, Any]] = {}  # of each micro-batch: its graph with marks, and the marks
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
+        # A store that moves tensors counts on when memory is free.
+        self._branches = self.model.arena.read_at_the_end and type(self.model.store) is TensorStore
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
         if self._warm is None:
@@ -225,7 +235,7 @@ class _Program:
     def _unit(self, i: int, images: Any, labels: Any) -> _Unit:
         unit = self._units.get(self._role(i))
         if unit is None:
-            unit = self._units[self._role(i)] = _Unit(images, labels, self.ops)
+            unit = self._units[self._role(i)] = _Unit(images, labels, self.ops, self._branches)
         return unit
 
     def _run(self, i: int, unit: _Unit) -> Any:
@@ -250,7 +260,7 @@ class _Program:
 
             try:
                 with self.model.random.hold():
-                    graph, (marks, _) = unit.capture(work, self.block)
+                    graph, (marks, _) = unit.capture(work, self.block, one_line=True)
             except BaseException:
                 self.model.abandon()
                 raise

@@ -305,6 +305,7 @@ class Model(checks.Told):
             else:
                 self._spread(node, dx, grads)
         self.arena.reach(None)
+        self.ops.rejoin()
         return self._finished(self.graph.nodes[1], grads[0]) if self.input_grad else None
 
     def _finished(self, node: Node, gradient: Any) -> Any:

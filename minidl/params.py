@@ -148,6 +148,11 @@ class Arena:
         return self._places.slots
 
     @property
+    def read_at_the_end(self) -> bool:
+        """Whether nobody reads gradients before a backward pass is over."""
+        return self.comm.size == 1 and not self.slots and self._look is None
+
+    @property
     def tiled(self) -> Mapping[str, Segment]:
         """By layer, the parameters whose gradients are held one tile at a time."""
         return self._places.tiled

@@ -23,7 +23,20 @@ from minidl.cpu.adaptive import (
     lars_update,
     segment_norms,
 )
-from minidl.cpu.array import Array, assign, cast, contiguous, copy_into, empty, from_host, synchronize, to_host, zeros
+from minidl.cpu.array import (
+    Array,
+    aside,
+    assign,
+    cast,
+    contiguous,
+    copy_into,
+    empty,
+    from_host,
+    rejoin,
+    synchronize,
+    to_host,
+    zeros,
+)
 from minidl.cpu.batch_norm import (
     batch_norm_activate,
     batch_norm_activate_backward_apply,

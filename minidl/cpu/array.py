@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from math import prod
 
 import numpy as np
@@ -93,6 +94,20 @@ def assign(out: Array, values: Sequence[float]) -> None:
 
 def synchronize() -> None:
     """Return when all queued work is done: at once, as the CPU table queues none."""
+
+
+def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[None]:
+    """Within, work whose results nobody reads before `rejoin`: it may run beside what comes next.
+
+    Args:
+        flop, moved: what it computes, and the bytes that it moves.
+        itemsize: of what it multiplies.
+    """
+    return nullcontext()
+
+
+def rejoin() -> None:
+    """What comes next may read what was made `aside`."""
 
 
 def rows(x: Array) -> Array:

@@ -24,6 +24,7 @@ from minidl.cuda.adaptive import (
     segment_norms,
 )
 from minidl.cuda.array import assign, cast, contiguous, copy_into, empty, from_host, synchronize, to_host, zeros
+from minidl.cuda.beside import aside, rejoin
 from minidl.cuda.convolution.conv2d import (
     channel_sum,
     conv2d,

@@ -267,7 +267,10 @@ class Conv2d(_Convolution):
             else:
                 # An input that was never written is made again.
                 x, norm = (kept.x, None) if hasattr(kept, "x") else (kept.raw, (kept.moments, *kept.below[3]))
-                self.ops.conv2d_backward_weight(finished(self.ops, dy), x, norm=norm, **options)
+                array = finished(self.ops, dy)
+                cost = self._cost(x.shape, array.shape, x.itemsize).backward_weight
+                with self.ops.aside(cost.flop, cost.bytes, x.itemsize):
+                    self.ops.conv2d_backward_weight(array, x, norm=norm, **options)
         self._backward_bias(dy)
 
     def _takes_pair(self, kept: Any) -> bool:
