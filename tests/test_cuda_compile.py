@@ -494,7 +494,8 @@ def test_every_launch_keeps_to_the_limits_of_the_device(name):
     assert all(0 not in launch.grid for launch in itertools.chain(*_launches(name).values()))
 
 
-SERVICES = {"Array", "name", "require_device", "from_dlpack", "uploader", "aside", "rejoin"}  # of the table, but without a kernel
+# Of the table, but without a kernel.
+SERVICES = {"Array", "name", "require_device", "from_dlpack", "uploader", "aside", "rejoin"}
 
 
 def test_every_operation_of_the_table_is_called():
