@@ -13,6 +13,7 @@ import pytest
 
 from minidl.cpu import _array
 from minidl.precision import bfloat16, float16, float32
+from tests.conftest import CUDA
 from tests.layouts import LAYOUTS, place
 from tests.tolerance import draw
 
@@ -204,6 +205,7 @@ def test_bits_do_not_depend_on_the_number_of_threads():
 # -- a loader's arrays ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("ops", ["cpu", CUDA], indirect=True)
 def test_an_uploader_brings_arrays_of_any_size_in_turn(ops, rng):
     upload = ops.uploader()
     hosts = [rng.integers(0, 256, 1 + 977 * i).astype(np.uint8) for i in range(20)] + [np.zeros((0, 3), np.float32)]

@@ -17,7 +17,7 @@ from minidl.cuda.convolution.conv2d_family import Choice, Question, family, kern
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.rows import DTYPE
 from minidl.precision import bfloat16, float32
-from tests import emulator
+from tests import emulator, test_softmax_ops
 from tests.convolutions import (
     Case,
     both,
@@ -231,3 +231,21 @@ def test_faults_are_found(fault, rng):
             same(*[[array] for array in windows(ops, which, choice, rng)])
 
     assert emulator.finds(stem, right, wrong, check)
+
+
+# Of kernels that laws of operations are held against (conftest.py).
+SIMPLE_FAULTS = {
+    "each-row-is-the-first": ("at.row(j) < rows ? at.row(j) : 0", "0"),
+    "a-peak-is-forgotten": ("v[e] - peak", "v[e]"),
+    "a-sum-is-forgotten": ("over_row(total)", "total"),
+}
+
+
+@pytest.mark.parametrize("fault", SIMPLE_FAULTS)
+def test_laws_of_operations_find_faults(fault, rng):
+    def check(seed):
+        with emulator.table(seed) as ops:
+            test_softmax_ops.test_softmax_equals_the_reference(ops, rng, bfloat16, (3, 200), "dense")
+            test_softmax_ops.test_softmax_neither_overflows_nor_forgets(ops, float32)
+
+    assert emulator.finds("softmax", *SIMPLE_FAULTS[fault], check)

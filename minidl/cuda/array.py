@@ -32,7 +32,7 @@ def empty(shape: int | Sequence[int], dtype: Any) -> Any:
 def zeros(shape: int | Sequence[int], dtype: Any) -> Any:
     """An array of zeros."""
     dry = active_dry_run()
-    return _made(import_cupy().zeros, shape, dtype) if dry is None else dry.made(shape, dtype)
+    return _made(import_cupy().zeros, shape, dtype) if dry is None else dry.zeroed(shape, dtype)
 
 
 def _made(function: Callable[[Any, Any], Any], shape: int | Sequence[int], dtype: Any) -> Any:
@@ -45,7 +45,7 @@ def from_host(host: Any, dtype: Any = None) -> Any:
     host = np.asarray(host, dtype)
     dry = active_dry_run()
     if dry is not None:
-        return dry.made(host.shape, host.dtype)
+        return dry.copied(host)
     return import_cupy().array(host, order="C")
 
 
@@ -75,7 +75,8 @@ def contiguous(x: Any) -> Any:
         copy_into(out, x)
         return out
     # Any other strides (transposed, cropped, reversed) come from users, not from layers: CuPy's strided copy serves.
-    return empty(x.shape, x.dtype) if active_dry_run() is not None else import_cupy().ascontiguousarray(x)
+    dry = active_dry_run()
+    return import_cupy().ascontiguousarray(x) if dry is None else dry.copied(x)
 
 
 def as_rows(x: Any) -> Any:

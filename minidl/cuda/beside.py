@@ -23,7 +23,7 @@ from minidl.cuda.device import import_cupy
 
 # Work that takes more microseconds fills a device by itself. What an H200 computes in one, by bytes of an element, and
 # moves.
-SHORT = 15.0
+SHORT = 12.0
 FLOP, BYTES = {2: 7e8, 4: 3.5e8}, 4e6
 PRIORITY = -1  # above that of other streams, 0
 

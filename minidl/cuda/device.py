@@ -108,6 +108,14 @@ class DryRun:
             self.watcher.allocated(array)
         return array
 
+    def zeroed(self, shape: Any, dtype: Any) -> Any:
+        """As `made`, for who asks for zeros."""
+        return self.made(shape, dtype)
+
+    def copied(self, host: Any) -> Any:
+        """As `made`, for who asks for what is in ``host``."""
+        return self.made(host.shape, host.dtype)
+
     @property
     def variants(self) -> list[tuple[str, tuple[tuple[str, int | str], ...]]]:
         """Each distinct (stem, defines) once, sorted: what has to be compiled."""

@@ -2,7 +2,7 @@
 
 No GPU shows what a kernel makes of a copy that comes late: there it comes early nearly always, and racecheck does not
 see the copy engine at all. Here the same source is compiled by a C++ compiler, each PTX instruction a function of
-ptx.h. For kernels in bfloat16 without clusters.
+ptx.h. For kernels in float32 and bfloat16, without clusters.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from minidl.cuda.hopper import BYTES, TensorMaps, View
 from minidl.cuda.rows import address
 
 HERE = Path(__file__).parent
+BUILT = HERE.parents[1] / "build" / "emulator"
+_OPTIONS = ("-std=c++17", "-O1", "-w", "-fPIC")
 UNKNOWN = "the emulator does not know"
 _ENTRY = 'extern "C" int emulate(const unsigned* shape, int shared, unsigned seed, void** arguments, char* told)'
 _WGMMA = re.compile(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16\.f32\.bf16\.bf16 \{[^}]*\}, (\{?)%\d+, %")
@@ -78,13 +80,23 @@ _FUNCTIONS = {
     r"wgmma\.wait_group": "await_products",
     r"cvt\.rn\.bf16x2\.f32": "round_pair",
     r"cvt\.rn\.bf16\.f32": "round_one",
+    r"cvt\.rn\.f16x2\.f32": "round_halves",
+    r"cvt\.rn\.f16\.f32": "round_half",
+    r"cvt\.f32\.f16": "widen_half",
+    r"mov\.b32 \{low, high\}, %2; cvt\.f32\.f16 %0, low; cvt\.f32\.f16 %1, high": "widen_halves",
     r"cvt\.rn\.relu\.bf16x2\.f32": "round_rectified",
     r"set\.eq\.u32\.f16x2": "equal_halves",
+    r"set\.eq\.u32\.bf16x2": "equal_pair",
+    r"set\.gt\.u32\.bf16x2": "greater_pair",
+    r"max\.NaN\.bf16x2": "larger_pair",
     r"fma\.rn\.bf16x2": "fma_pair",
     r".*@wanted fma\.rn\.f32 %0, %0, %1, %2": "fma_where",
     r"rcp\.approx\.ftz\.f64": "inverse",
     r"rsqrt\.approx\.ftz\.f64": "inverse_root",
+    r"ex2\.approx\.ftz\.f32": "power_of_two",
+    r"rcp\.approx\.ftz\.f32": "inverse",
     r"max\.NaN\.f32": "larger",
+    r"min\.NaN\.f32": "smaller",
 }
 
 
@@ -132,12 +144,18 @@ class Table:
 
 
 class _Memory(DryRun):
-    """Arrays begin with all bits set, NaN; those of ``zeros`` too, which no convolution asks for."""
+    """Arrays begin with all bits set, NaN, where nobody asks for more."""
 
     def made(self, shape: Any, dtype: Any) -> np.ndarray:
         array = np.empty(shape, dtype)
         array.reshape(-1).view(np.uint8)[...] = 0xFF
         return array
+
+    def zeroed(self, shape: Any, dtype: Any) -> np.ndarray:
+        return np.zeros(shape, dtype)
+
+    def copied(self, host: Any) -> np.ndarray:
+        return np.array(host, order="C")
 
 
 @contextmanager
@@ -228,11 +246,9 @@ def _packed(numbers: Sequence[int]) -> int:
 @functools.cache
 def _library(stem: str, name: str, source: str, defines: tuple[tuple[str, Any], ...]) -> Path:
     """The compiled kernel, kept beside the other results of builds."""
-    headers = [path.read_text() for path in sorted(HERE.glob("*.h"))]
-    folder = HERE.parents[1] / "build" / "emulator"
-    folder.mkdir(parents=True, exist_ok=True)
-    key = hashlib.sha256(repr((name, source, headers, _FUNCTIONS, defines)).encode()).hexdigest()[:16]
-    library = folder / f"{stem}-{key}.so"
+    instructions = _instructions()
+    key = hashlib.sha256(repr((name, source, instructions.parent.name, _FUNCTIONS, defines)).encode()).hexdigest()[:16]
+    library = BUILT / f"{stem}-{key}.so"
     if library.exists():
         return library
     macros = [f"-D{macro}={value}" for macro, value in (*defines, ("__CUDA_ARCH__", 900))]
@@ -246,13 +262,32 @@ def _library(stem: str, name: str, source: str, defines: tuple[tuple[str, Any], 
     )  # fmt: skip
     entry = f"{_ENTRY} {{ return emulator::launch({name}, shape, shared, seed, arguments, told); }}\n"
     part = library.with_suffix(f".{os.getpid()}")  # of several processes each has its own until it is whole
-    program = f'#include "{HERE}/ptx.h"\n{"".join(_without_assembler(text))}{entry}'
-    command = [compiler(), "-std=c++17", "-O1", "-w", "-shared", "-fPIC", "-x", "c++", "-", "-o", str(part)]
+    program = f'#include "{instructions}"\n{"".join(_without_assembler(text))}{entry}'
+    command = [compiler(), *_OPTIONS, "-shared", "-x", "c++", "-", "-o", str(part)]
     done = subprocess.run(command, input=program, text=True, capture_output=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{stem} does not compile for this machine:\n{done.stderr[:4000]}")
     part.replace(library)
     return library
+
+
+@functools.cache
+def _instructions() -> Path:
+    """ptx.h, in a folder of its own for each version. GCC reads it precompiled, in half of the time that a kernel takes
+    it else; other compilers do not see that."""
+    headers = {path.name: path.read_text() for path in sorted(HERE.glob("*.h"))}
+    version = subprocess.run([compiler(), "--version"], text=True, capture_output=True, check=True).stdout
+    folder = BUILT / hashlib.sha256(repr((headers, version, _OPTIONS)).encode()).hexdigest()[:16]
+    header = folder / "ptx.h"
+    if not (folder / "ptx.h.gch").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        part = folder / f"{os.getpid()}"  # of several processes each has its own until it is whole
+        for name, text in headers.items():
+            part.write_text(text)
+            part.replace(folder / name)
+        subprocess.run([compiler(), *_OPTIONS, "-x", "c++-header", str(header), "-o", str(part)], check=True)
+        part.replace(folder / "ptx.h.gch")
+    return header
 
 
 def _without_assembler(text: str) -> Iterator[str]:

@@ -179,6 +179,20 @@ inline uint16_t to_bf16(float x) {
     const uint32_t bits = bits_as<uint32_t>(x);
     return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
+inline float from_f16(uint16_t bits) {
+    const int exponent = bits >> 10 & 31;
+    const float fraction = float(bits & 0x3ff);
+    const float size = exponent == 31 ? (fraction ? NAN : INFINITY)
+                                      : ldexpf(exponent ? fraction + 1024 : fraction, max(exponent, 1) - 25);
+    return bits >> 15 ? -size : size;
+}
+inline uint16_t to_f16(float x) {
+    const uint32_t bits = bits_as<uint32_t>(x), size = bits & 0x7fffffff, sign = bits >> 16 & 0x8000;
+    if (x != x) return 0x7fff;
+    if (size >= 0x477ff000) return sign | 0x7c00;                                   // 65520 and more
+    if (size < 0x38800000) return sign | uint32_t(nearbyintf(fabsf(x) * 0x1p24f));  // below 2^-14
+    return sign | ((size + 0xfff + (size >> 13 & 1)) >> 13) - (112 << 10);
+}
 
 // ---- barriers
 

@@ -293,9 +293,38 @@ inline void round_one(uint16_t& to, float x) { to = to_bf16(x); }
 inline void fma_where(float& v, float scale, float shift, uint32_t wanted) {
     if (wanted) v = fmaf(v, scale, shift);
 }
+inline void round_half(uint16_t& to, float x) { to = to_f16(x); }
+inline void round_halves(uint32_t& pair, float high, float low) { pair = uint32_t(to_f16(high)) << 16 | to_f16(low); }
+inline void widen_half(float& to, uint16_t bits) { to = from_f16(bits); }
+inline void widen_halves(float& low, float& high, uint32_t pair) { low = from_f16(pair), high = from_f16(pair >> 16); }
 inline void inverse(double& to, double x) { to = 1.0 / x; }
 inline void inverse_root(double& to, double x) { to = 1.0 / sqrt(x); }
+inline void inverse(float& to, float x) { to = 1.0f / x; }
+inline void power_of_two(float& to, float x) { to = exp2f(x); }
 inline void larger(float& to, float a, float b) { to = a != a ? a : b != b ? b : max(a, b); }
+inline void smaller(float& to, float a, float b) { to = a != a ? a : b != b ? b : min(a, b); }
+inline void larger(uint32_t& to, uint32_t a, uint32_t b) {  // of floats
+    float x;
+    larger(x, bits_as<float>(a), bits_as<float>(b));
+    to = bits_as<uint32_t>(x);
+}
+// f(a, b) of each of two values.
+template <class F>
+uint32_t of_each(uint32_t a, uint32_t b, F f) {
+    return uint32_t(f(from_bf16(a >> 16), from_bf16(b >> 16))) << 16 | uint16_t(f(from_bf16(a), from_bf16(b)));
+}
+inline void larger_pair(uint32_t& to, uint32_t a, uint32_t b) {
+    to = of_each(a, b, [](float x, float y) {
+        larger(x, x, y);
+        return to_bf16(x);
+    });
+}
+inline void equal_pair(uint32_t& to, uint32_t a, uint32_t b) {
+    to = of_each(a, b, [](float x, float y) { return x == y ? 0xffff : 0; });
+}
+inline void greater_pair(uint32_t& to, uint32_t a, uint32_t b) {
+    to = of_each(a, b, [](float x, float y) { return x > y ? 0xffff : 0; });
+}
 inline void thread_number(uint32_t& to) { to = uint32_t(current); }
 inline void block_number(uint32_t& to) { to = block % sizes[0]; }
 inline void load_half(uint16_t& to, uint32_t from) { to = read<uint16_t>(from); }
@@ -357,6 +386,37 @@ inline uint32_t __reduce_or_sync(unsigned, uint32_t value) {
     uint32_t all = 0;
     for (int i = 0; i < emulator::WARP; ++i) all |= emulator::from_lane(value, i);
     return all;
+}
+template <class X>
+X __shfl_up_sync(unsigned, X value, int by, int width = 32) {
+    const int lane = emulator::current % 32;
+    return emulator::from_lane(value, lane % width < by ? lane : lane - by);
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
+inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }
+inline int __popc(uint32_t x) { return __builtin_popcount(x); }
+template <class X, class Y>
+X atomicAdd(X* to, Y value) {
+    const X before = *to;
+    *to += value;
+    return before;
+}
+template <class X, class Y>
+X atomicOr(X* to, Y value) {
+    const X before = *to;
+    *to |= value;
+    return before;
+}
+inline uint32_t __reduce_max_sync(unsigned, uint32_t value) {
+    uint32_t most = 0;
+    for (int i = 0; i < emulator::WARP; ++i) most = max(most, emulator::from_lane(value, i));
+    return most;
+}
+inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
+    for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
+    return sum;
 }
 inline uint64_t __cvta_generic_to_shared(const void* p) {
     return uint64_t(static_cast<const unsigned char*>(p) - emulator::shared_memory);
