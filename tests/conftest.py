@@ -111,8 +111,7 @@ class _Failures:
 
 _EMULATED = "emulated"
 _NO_CASE = SimpleNamespace(params={})
-# Whose kernels have laws of their own on the emulator, or instructions that it does not know.
-_NOT_EMULATED = {"test_conv2d_ops", "test_csb_ops"}
+_NOT_EMULATED = {"test_conv2d_ops"}  # whose kernels have laws of their own on the emulator
 
 
 @pytest.hookimpl(tryfirst=True)

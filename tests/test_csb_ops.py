@@ -7,6 +7,7 @@ import pytest
 
 from minidl.cpu import _csb
 from minidl.precision import float32
+from tests.conftest import CUDA
 from tests.layouts import LAYOUTS, place
 from tests.reference import csb as reference
 from tests.tolerance import assert_close, draw
@@ -183,6 +184,7 @@ def test_the_bits_depend_on_no_block_side(cpu_ops, rng, transposed):
     np.testing.assert_array_equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("ops", ["cpu", CUDA], indirect=True)  # minutes on the emulator
 @pytest.mark.parametrize("transposed", [False, True], ids=["A", "At"])
 def test_the_bits_depend_on_neither_orientation_nor_company(ops, rng, transposed):
     """The same sample gives the same bits first or last, alone or among others, and on every call."""

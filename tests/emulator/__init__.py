@@ -52,6 +52,7 @@ _FUNCTIONS = {
     r"cp\.async\.bulk\.tensor\.4d\.shared::cluster\.global\.im2col": "load_pixels",
     r"cp\.async\.bulk\.tensor\.\dd\.global\.shared::cta\.tile": "store_box",
     r"cp\.async\.bulk\.tensor\.4d\.global\.shared::cta\.im2col_no_offs": "store_pixels",
+    r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier": "load_bytes",
     r"cp\.async\.bulk\.commit_group": "commit_stores",
     r"cp\.async\.bulk\.wait_group\.read": "await_stores",
     r"movmatrix\.sync\.aligned\.m8n8\.trans\.b16 %0, %0": "turn_matrix",
@@ -65,19 +66,21 @@ _FUNCTIONS = {
     r"cp\.async\.wait_group": "await_copies",
     r"cp\.async\.mbarrier\.arrive\.noinc": "arrive_with_copies",
     r"ld\.global\.nc\.L1::no_allocate\.v[24]\.u32": "load_global",
-    r"st\.global\.(cs\.v4\.f32|v4\.u32)": "store_global",
+    r"st\.global\.(cs\.v4\.f32|v[24]\.[uf]32)": "store_global",
     r"ld\.shared\.u16": "load_half",
-    r"ld\.shared\.u32": "load_word",
+    r"ld\.shared\.[uf]32": "load_word",
     r"ld\.shared\.v2\.[usf]32": "load_two",
-    r"ld\.shared\.v4\.u32": "load_four",
+    r"ld\.shared\.v4\.[uf]32": "load_four",
     r"st\.shared\.": "store",
     r".*@wanted st\.shared\.v4\.u32": "store_where",
     r"atom\.global\.relaxed\.gpu\.add\.u32 %0, \[%1\], 1": "take_number",
     r"atom\.global\.acq_rel\.gpu\.inc\.u32": "count_round",
     r"mma\.sync\.aligned\.m16n8k16": "multiply_fragments",
+    r"mma\.sync\.aligned\.m16n8k8\.row\.col\.f32\.tf32": "multiply_tf32",
     r"mma\.sync\.aligned\.m16n8k8": "multiply_halves",
     r"wgmma\.commit_group": "commit_products",
     r"wgmma\.wait_group": "await_products",
+    r"cvt\.rna\.tf32\.f32": "round_tf32",
     r"cvt\.rn\.bf16x2\.f32": "round_pair",
     r"cvt\.rn\.bf16\.f32": "round_one",
     r"cvt\.rn\.f16x2\.f32": "round_halves",
@@ -200,7 +203,7 @@ def run(
         kept.append(held)
         pointers[i] = held.ctypes.data
     shape = (ctypes.c_uint * 5)(*(*grid, 1, 1)[:3], *(*block, 1)[:2])
-    told = ctypes.create_string_buffer(256)
+    told = ctypes.create_string_buffer(1024)
     library = ctypes.CDLL(str(_library(stem, name, nvrtc.source_of(stem), tuple(sorted(defines.items())))))
     failed, why = library.emulate(shape, shared, seed, pointers, told), f"{name}: {told.value.decode()}"
     if UNKNOWN in why:
@@ -230,7 +233,7 @@ class Maps:
 
 
 def _words(view: View, array: np.ndarray | None) -> list[int]:
-    walks, itemsize = view.corners is not None, 1 if view.code == BYTES else 2
+    walks, itemsize = view.corners is not None, {BYTES: 1, 1: 2, 2: 2}.get(view.code, 4)
     kind = len(view.sizes) | itemsize << 8 | (view.swizzled and itemsize > 1) << 16 | walks << 17
     sizes, pitches = ((*numbers, *[0] * 5)[:count] for numbers, count in ((view.sizes, 5), (view.pitches, 4)))
     corners = [number & 0xFFFF for corner in view.corners or () for number in corner]

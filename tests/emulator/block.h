@@ -107,7 +107,7 @@ inline std::vector<Work> slow;           // those of them that come when nothing
 inline bool unfenced[SHARED];
 inline int64_t progress;
 inline bool between;  // the fibers' turns, where the scheduler itself is at work
-inline char failure[256];
+inline char failure[1024];
 inline Work body;
 
 template <class X>
@@ -298,7 +298,12 @@ inline void run_block() {
         }
         idle = progress == last ? idle + 1 : 0, last = progress;
         if (idle > 20 && !slow.empty()) come(slow);
-        if (idle > PATIENCE) snprintf(failure, sizeof failure, "block %u: %d threads wait for ever", block, left);
+        if (idle > PATIENCE) {
+            int said = snprintf(failure, sizeof failure, "block %u: %d threads wait for ever", block, left);
+            for (const auto& [address, barrier] : barriers)  // of which some are waited for
+                said += snprintf(failure + said, max(0, int(sizeof failure) - said), "; %d, %d bytes at %u", barrier.left,
+                                 int(barrier.bytes), address);
+        }
     }
 }
 

@@ -103,7 +103,9 @@ void take_away(const View& view, uint32_t from, Visit visit) {
 }
 template <class Visit>
 void take_away(const View& view, uint32_t from, Visit visit) {
-    view.itemsize() == 1 ? take_away<uint8_t>(view, from, visit) : take_away<uint16_t>(view, from, visit);
+    view.itemsize() == 1   ? take_away<uint8_t>(view, from, visit)
+    : view.itemsize() == 2 ? take_away<uint16_t>(view, from, visit)
+                           : take_away<uint32_t>(view, from, visit);
 }
 template <class Map, class... From>
 void load_box(uint32_t to, const Map* map, uint32_t barrier, From... from) {
@@ -124,6 +126,16 @@ template <class Map>
 void store_pixels(const Map* map, uint32_t from, int c, int w, int h, int n) {
     const View view = view_of(map, 4, true);
     take_away(view, from, [=](auto f) { view.each_pixel({c, w, h, n}, 0, 0, f); });
+}
+// Of neighbouring bytes.
+inline void load_bytes(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+    if (to % 16 || bytes % 16 || uintptr_t(from) % 16) fail("%u bytes are loaded to %u", bytes, to);
+    copies.push_back([=] {
+        for (uint32_t i = 0; i < bytes; ++i) *place<char>(to + i) = static_cast<const char*>(from)[i];
+        Barrier& waiting = at(barrier);
+        waiting.bytes -= bytes;
+        settle(waiting);
+    });
 }
 inline void commit_stores() { fibers[current].stores.emplace_back(); }
 inline void await_groups(std::deque<std::vector<Work>>& groups, int pending) {
@@ -225,6 +237,22 @@ inline void multiply_halves(float& d0, float& d1, float& d2, float& d3, uint32_t
     multiply_warp(d0, d1, d2, d3, a, b, 4);
 }
 
+// 16 rows by 8 columns, over 8 words of one value.
+inline void multiply_tf32(float& d0, float& d1, float& d2, float& d3, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3,
+                          uint32_t b0, uint32_t b1) {
+    const int me = current % WARP;
+    uint32_t* const slot = fibers[current].slot;
+    slot[0] = a0, slot[1] = a1, slot[2] = a2, slot[3] = a3, slot[4] = b0, slot[5] = b1;
+    meet_warp();
+    float* const sums[] = {&d0, &d1, &d2, &d3};
+    const auto value = [](uint32_t bits) { return bits_as<float>(bits & ~0x1fffu); };
+    for (int i = 0; i < 4; ++i)
+        for (int k = 0; k < 8; ++k)
+            *sums[i] += value(lane(me / 4 * 4 + k % 4).slot[i / 2 + 2 * (k / 4)]) *
+                        value(lane((2 * (me % 4) + i % 2) * 4 + k % 4).slot[4 + k / 4]);
+    meet_warp();
+}
+
 // ---- products of a warpgroup
 
 // Value (m, k) of an operand, m the row or column that the product keeps.
@@ -289,6 +317,7 @@ inline void fma_pair(uint32_t& to, uint32_t a, uint32_t b, uint32_t c) {
 }
 inline float rectified(float x) { return x != x || x > 0 ? x : 0.0f; }
 inline void round_rectified(uint32_t& pair, float high, float low) { round_pair(pair, rectified(high), rectified(low)); }
+inline void round_tf32(uint32_t& to, float x) { to = (bits_as<uint32_t>(x) + 0x1000) & ~0x1fffu; }
 inline void round_one(uint16_t& to, float x) { to = to_bf16(x); }
 inline void fma_where(float& v, float scale, float shift, uint32_t wanted) {
     if (wanted) v = fmaf(v, scale, shift);
@@ -328,10 +357,16 @@ inline void greater_pair(uint32_t& to, uint32_t a, uint32_t b) {
 inline void thread_number(uint32_t& to) { to = uint32_t(current); }
 inline void block_number(uint32_t& to) { to = block % sizes[0]; }
 inline void load_half(uint16_t& to, uint32_t from) { to = read<uint16_t>(from); }
-inline void load_word(uint32_t& to, uint32_t from) { to = read<uint32_t>(from); }
-inline void load_four(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, uint32_t from) {
-    const uint4 v = read<uint4>(from);
-    a = v.x, b = v.y, c = v.z, d = v.w;
+template <class X>
+void load_word(X& to, uint32_t from) {
+    static_assert(sizeof(X) == 4, "a word");
+    to = read<X>(from);
+}
+template <class X>
+void load_four(X& a, X& b, X& c, X& d, uint32_t from) {
+    static_assert(sizeof(X) == 4, "words");
+    read<uint4>(from);
+    a = read<X>(from), b = read<X>(from + 4), c = read<X>(from + 8), d = read<X>(from + 12);
 }
 template <class X>
 void load_two(X& a, X& b, uint32_t from) {
@@ -349,6 +384,7 @@ inline void load_global(uint32_t& a, uint32_t& b, const uint2* from) { a = from-
 inline void load_global(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, const uint4* from) {
     a = from->x, b = from->y, c = from->z, d = from->w;
 }
+inline void store_global(float* to, float a, float b) { to[0] = a, to[1] = b; }
 inline void store_global(float* to, float a, float b, float c, float d) { to[0] = a, to[1] = b, to[2] = c, to[3] = d; }
 inline void store_global(void* to, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
     const uint32_t words[] = {a, b, c, d};
@@ -392,6 +428,15 @@ X __shfl_up_sync(unsigned, X value, int by, int width = 32) {
     const int lane = emulator::current % 32;
     return emulator::from_lane(value, lane % width < by ? lane : lane - by);
 }
+inline int __syncthreads_or(int set) {
+    static int any, readers;
+    __syncthreads();
+    if (!readers) any = 0;
+    any |= set, ++readers;
+    __syncthreads();
+    --readers;
+    return any;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
@@ -418,6 +463,7 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned sum) {
     for (int i = 0; i < 32; i += 8) sum += (a >> i & 0xff) * (b >> i & 0xff);
     return sum;
 }
+inline const void* __cvta_generic_to_global(const void* p) { return p; }
 inline uint64_t __cvta_generic_to_shared(const void* p) {
     return uint64_t(static_cast<const unsigned char*>(p) - emulator::shared_memory);
 }
