@@ -78,7 +78,7 @@ class Arena:
         self._prepare: Callable[[], None] = lambda: None
         self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
         self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
-        self.connected = 0  # how often: each time the messages are others
+        self.connected = 0  # how often: each time messages, or who reads gradients, are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
         self.messages: list[Message] = []
         self.profiler: Profiler = NULL_PROFILER
@@ -160,6 +160,7 @@ class Arena:
     def watch(self, look: Callable[[str], None]) -> None:
         """Call ``look(layer)`` when the gradients of a layer are complete, before they are sent."""
         self._look = look
+        self.connected += 1
         self.factored = {}  # by which a NaN would reach all ranks before anybody looks
         if self.slots:
             self.ring(self.slots, self._update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
@@ -110,17 +111,19 @@ def test_the_main_line_waits_where_memory_would_grow(log):
 
 
 def test_memory_is_handed_out_alike_in_one_line_and_in_branches(log, rng):
-    """Of any step: so the record of one is that of the other. No more lives at a time than without branches, but for
-    what is under way."""
+    """Of any step: so the record of one is that of the other. No more lives at a time than without branches, where
+    work beside has its own memory to its end."""
     for _ in range(50):
         script = [(rng.choice(["malloc", "free", "aside"]), int(rng.integers(1, 9))) for _ in range(60)]
-        found = []
+        found, plain = [], []  # how much is needed without branches
         for stream in (log.side, None):
             log.told, log._made = [], 0
-            memory, live = Beside(log, stream), []
+            memory, live, sizes = Beside(log, stream), [], {}
             for what, number in script:
+                plain.append(sum(sizes[address] for address in live) + (0 if what == "free" else number))
                 if what == "malloc":
                     live.append(memory.malloc(number, 0))
+                    sizes[live[-1]] = number
                 elif what == "free" and live:
                     memory.free(live.pop(number % len(live)), 0)
                 elif what == "aside":
@@ -133,6 +136,9 @@ def test_memory_is_handed_out_alike_in_one_line_and_in_branches(log, rng):
             found.append(log.memory)
             assert stream is not None or not [event for event in log.told if event[0] == "wait"]
         assert found[0] == found[1]
+        given = {address: size for kind, address, *rest in found[0] if kind == "malloc" for size in rest}
+        changes = [given[address] * (1 if kind == "malloc" else -1) for kind, address, *_ in found[0]]
+        assert max(accumulate(changes), default=0) <= max(plain)
         assert sorted(address for kind, address, *_ in found[0] if kind == "free") == list(range(1, log._made + 1))
 
 
@@ -149,24 +155,26 @@ def test_work_that_takes_long_stays_in_its_line(monkeypatch):
     assert len(pieces) == 2
 
 
-@pytest.mark.parametrize(("accumulate", "fuse"), [(1, "bnff"), (2, "none")])
-def test_steps_with_branches_have_the_bits_of_steps_in_one_line(accumulate, fuse, cuda_ops, monkeypatch):
-    """Branches are there, and wait for each other: the least memory makes them wait often, the most seldom."""
+@pytest.mark.parametrize(("parts", "fuse"), [(1, "bnff"), (2, "none")])
+def test_steps_with_branches_have_the_bits_of_steps_in_one_line(parts, fuse, cuda_ops, monkeypatch):
+    """And there are branches, in each micro-batch."""
     pieces, own = [], Beside.aside
     monkeypatch.setattr(Beside, "aside", lambda self: pieces.append(self._stream) or own(self))
-    steps = [make(kind, "resnet20", "bf16", fuse=fuse, accumulate=accumulate) for kind in (EagerStep, CompiledStep)]
+    steps = [make(kind, "resnet20", "bf16", fuse=fuse, accumulate=parts) for kind in (EagerStep, CompiledStep)]
     losses = [[], []]
     for number, batch in enumerate(zip(*map(batches, steps), strict=True)):
         for found, step, (x, labels) in zip(losses, steps, batch, strict=True):
             found.append(take(step, x, labels, number))
     assert losses[0] == losses[1] and len(losses[0]) > 4
-    assert len([stream for stream in pieces if stream is not None]) >= 15 * accumulate
+    assert len([stream for stream in pieces if stream is not None]) >= 15 * parts
     assert_same(*steps)
 
 
-def test_branches_are_left_out_where_gradients_are_read_early(cuda_ops):
-    """By a look at each layer's, and by updates within the backward pass."""
-    steps = [make(EagerStep, "resnet20") for _ in range(3)]
+def test_who_reads_gradients_early_is_known():
+    """There are no branches then. A look at each layer's, or updates within the backward pass, is another mode."""
+    steps = [make(EagerStep, device="cpu") for _ in range(3)]
+    modes = [step.model.modes() for step in steps]
     steps[0].model.arena.watch(print)
     steps[1].optimizer.update_in_backward()
+    assert [before == step.model.modes() for before, step in zip(modes, steps, strict=True)] == [False, False, True]
     assert [step.model.arena.read_at_the_end for step in steps] == [False, False, True]

@@ -25,8 +25,8 @@
 //   partial    with STATISTICS or BELOW (groups, 2, WIDTH) float32: sums of y and of its squares, or those of
 //              batch_norm_backward_stats, for batch_norm_merge.cu
 // A stage is 64 channels of a tile: boxes of x, where z takes its place, and of add. RESIDENT: tiles are one group, and
-// the filters stay in shared memory; else two, which share pieces of the filters that come with the stages; but the last
-// tiles are one group each where there are fewer of them than half the multiprocessors, of which all then have one.
+// the filters stay in shared memory; else two, which share pieces of the filters that come with the stages; but
+// tiles of a last round that are at most half as many as multiprocessors are cut in two, one group each.
 //
 // Macros: DTYPE (1, 2); BACKWARD; TWO; BELOW; STATISTICS (forward, of DTYPE 1); DEEP, stages of a tile, DEPTH / 64;
 // WIDTH (64, 128, 256); RESIDENT; STAGES and PIECES in shared memory.
