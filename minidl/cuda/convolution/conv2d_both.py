@@ -12,6 +12,7 @@ from typing import Any
 
 from minidl import checks
 from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.beside import aside
 from minidl.cuda.convolution import conv2d_both_wide, conv2d_hopper, conv2d_join
 from minidl.cuda.convolution.channel_sum import check_sum, sum_partials
 from minidl.cuda.convolution.conv2d import (
@@ -157,7 +158,8 @@ def _backward(
         TensorMaps(planned.views, (dz, y, w, x, dx)), partials, parts, *above, *(norm or (None,) * 3), planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    sum_partials(partials, planned.chunks, out, accumulate)
+    with aside(partials.size, partials.nbytes, partials.itemsize):  # what comes next waits for dx alone
+        sum_partials(partials, planned.chunks, out, accumulate)
     return dx, parts
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minidl.cuda.array import as_rows, contiguous, empty
+from minidl.cuda.beside import aside
 from minidl.cuda.convolution.channel_sum import sum_partials
 from minidl.cuda.convolution.conv2d_hopper import aligned, is_spaced
 from minidl.cuda.convolution.conv2d_plan import Convolution, argument, struct
@@ -94,7 +95,8 @@ def backward(
         partials, sums, *above, moments, other_moments, add if spaced else None, planned.problem,
         defines=planned.defines, shared=planned.shared,
     )  # fmt: skip
-    sum_partials(partials, planned.chunks, out, accumulate)
+    with aside(partials.size, partials.nbytes, partials.itemsize):  # what comes next waits for dx alone
+        sum_partials(partials, planned.chunks, out, accumulate)
     return dx, sums
 
 
