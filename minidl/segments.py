@@ -259,6 +259,10 @@ class NoParams(Mapping[str, Any]):
         """None."""
         return {}
 
+    def lasting(self, name: str) -> Any:
+        """See `LayerParams.lasting`: None."""
+        return None
+
 
 class LayerParams(NoParams):
     """One layer's views: ``params["weight"]`` is what its forward pass reads.
@@ -289,6 +293,16 @@ class LayerParams(NoParams):
 
     def __len__(self) -> int:
         return len(self._views)
+
+    def lasting(self, name: str) -> Any:
+        """As `get` gives it, for whoever reads it after this layer's backward pass: until the end of that of the model
+        it stays as it is, also where updates are within (`minidl.SGD.update_in_backward`)."""
+        value = self.get(name)
+        if value is None or not self._arena.slots:
+            return value
+        kept = self._arena.ops.empty(value.shape, value.dtype)
+        self._arena.ops.copy_into(kept, value)
+        return kept
 
     def master(self, name: str) -> Any:
         """The float32 value that the optimizer updates."""

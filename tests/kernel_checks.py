@@ -7,11 +7,19 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from minidl.cuda import machine_code
+from minidl.cuda import machine_code, nvrtc
 from minidl.cuda.device import DeviceRecord
 
 REGISTERS = 65536  # of a multiprocessor, on every architecture claimed
-SERIALISED = re.compile(r"\(C75\d\d\)[^\n]*")  # ptxas waits for each product of a warpgroup, or ignores setmaxnreg
+# ptxas waits for each product of a warpgroup, or ignores setmaxnreg. (C7519 says that it has put in an arrival, which
+# waits for nothing but registers that are being written: NVRTC 13.0 where 13.1 sees that there are none.)
+SERIALISED = re.compile(r"\(C75(?!19)\d\d\)[^\n]*")
+
+
+def may_spill() -> int:
+    """Bytes of a thread that may lie in memory for want of registers: before NVRTC 13.3 those of ten that the warps of
+    conv2d_both.cu lack, which make the gradient of 512 filters; 13.0 lacks two to six for variants of three others."""
+    return 0 if nvrtc.version() >= (13, 3) else 40
 
 
 def problems_of(kernel, threads: int, shared: int, device: DeviceRecord) -> Iterator[str]:
@@ -21,7 +29,7 @@ def problems_of(kernel, threads: int, shared: int, device: DeviceRecord) -> Iter
         threads: of all blocks that are to be on a multiprocessor at once.
         shared: bytes of shared memory that a launch asks for.
     """
-    if kernel.spill_bytes:
+    if kernel.spill_bytes > may_spill():
         yield f"spills {kernel.spill_bytes} bytes with {kernel.registers} registers"
     if kernel.shared_bytes + shared > device.shared_per_block:
         yield f"wants {kernel.shared_bytes} + {shared} bytes of shared memory of {device.shared_per_block}"

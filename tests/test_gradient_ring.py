@@ -66,6 +66,27 @@ def test_a_huge_dense_layer_is_updated_in_tiles_with_the_same_bits(group_bytes, 
         assert trained(slots) == kept
 
 
+@pytest.mark.parametrize("device", ["cpu", CUDA])
+@pytest.mark.parametrize("plan", ["none", "bnff"])
+@pytest.mark.parametrize("name", ["resnet20", "unet", "resnet50"])
+def test_what_a_layer_leaves_to_the_one_below_is_of_weights_before_their_update(name, plan, device):
+    """Each layer is updated before the next one runs, to which batch norms leave their last pass: on a GPU where the
+    plan says so."""
+
+    def trained(ring: bool) -> dict[str, bytes]:
+        model = small_model(name, "bf16", device, group_bytes=0)
+        m.fusion.fuse(model, plan)
+        for layer in model.layers:
+            if isinstance(layer, m.BatchNorm2d) and device == "cpu":
+                layer.lazy = True
+        optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
+        if ring:
+            optimizer.update_in_backward(1)
+        return bits(model, optimizer, name, steps=2)
+
+    assert trained(True) == trained(False)
+
+
 def test_what_is_sent_or_looked_at_is_held_whole(monkeypatch):
     monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 4 * 300 * 128)
     model = m.Model(models.mlp(10, (32, 32, 3), (512,)))

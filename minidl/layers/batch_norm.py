@@ -175,10 +175,9 @@ class BatchNorm2d(AffineNorm):
         facts = kept.x, kept.moments, weight, sums, kept.count
         under = kept.x, kept.moments, weight, bias, sums, kept.count  # an activation, which is made again
         if isinstance(dy, PooledGradient):
-            left = NormGradient(dy, *facts)
             if self.lazy and sums is not None and add is None:
-                return left
-            dx = left.finish(self.ops)
+                return self._left(dy, *facts)
+            dx = NormGradient(dy, *facts).finish(self.ops)
         elif isinstance(dy, TiledGradient) and dy.array is None:
             dx = self.ops.batch_norm_max_tiles_backward_apply(dy.dy, dy.add, *under, kernel=dy.window["kernel"])
         elif _owes_gate(dy):
@@ -195,9 +194,13 @@ class BatchNorm2d(AffineNorm):
                     return dx
             dy = finished(self.ops, dy)
             if self.lazy and sums is not None and add is None:
-                return NormGradient(dy, *facts)
+                return self._left(dy, *facts)
             return self.ops.batch_norm_backward_apply(dy, *facts, add=add)
         return dx if add is None else self.ops.add(dx, add)
+
+    def _left(self, dy: Any, x: Any, moments: Any, weight: Any, sums: Any, count: Any) -> NormGradient:
+        """What the layer below finishes: by then this one's parameters may have been updated."""
+        return NormGradient(dy, x, moments, self.params.lasting("weight"), sums, count)
 
     def describe(self) -> str:
         sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""
