@@ -15,6 +15,7 @@ from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import dry_run
 from minidl.fusion.plans import Plan, candidates, fingerprint
 from minidl.fusion.sites import find_sites
+from minidl.step import EagerStep
 
 SEEDS = range(60)
 BATCH = 3
@@ -66,6 +67,8 @@ class Builder:
 
     def composite(self, x):
         """A batch norm with what may share its passes."""
+        if self.draw((True, False)):
+            x = self.put(m.Conv2d(x.shape[2], self.draw(CHANNELS[self.scale]), 1, bias=False), x)
         y = self.put(m.ReLU() if self.draw((True, True, False)) else self.draw(ACTIVATIONS[:-1])(), self.norm(x))
         return self.convolution(y) if self.draw((True, False)) else y
 
@@ -195,6 +198,35 @@ def moved(rng, name, array):
         return array
     shift = 0.0 if "var" in name else 0.1 * rng.standard_normal(array.shape)
     return (array * rng.uniform(0.5, 1.5, array.shape) + shift).astype(np.float32)
+
+
+HELD = {
+    "one message at a time": lambda optimizer: optimizer.update_in_backward(1),
+    "two at a time": lambda optimizer: optimizer.update_in_backward(2),
+    "in the momentum": lambda optimizer: optimizer.gradients_in_momentum(),
+}
+
+
+@pytest.mark.parametrize("how", HELD)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_where_gradients_are_held_changes_no_bit(seed, how, ops):
+    """Nor that layers are updated while others, to which they may have left work, have still to run."""
+
+    def trained(prepare):
+        builder = Builder(seed, "narrow")
+        precision = ("fp32", "bf16")[seed % 2]
+        model = m.Model(builder.build(), device=ops.name, precision=precision, seed=3, group_bytes=0)
+        fusion.fuse(model, builder.plan())
+        optimizer = m.SGD(model, 0.05, 0.9, 1e-4)
+        prepare(optimizer)
+        step, rng = EagerStep(model, optimizer, m.SoftmaxCrossEntropy()), np.random.default_rng(seed)
+        for _ in range(2):
+            x = rng.standard_normal((BATCH, *model.graph.nodes[0].shape)).astype(model.precision.storage)
+            step(ops.from_host(x), ops.from_host(rng.integers(0, 5, BATCH).astype(np.int32)))
+        state = model.state_dict() | optimizer.state_dict()
+        return {name: np.asarray(array).tobytes() for name, array in state.items()}
+
+    assert trained(HELD[how]) == trained(lambda optimizer: None)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "tf32x3", "bf16", "fp16"])
