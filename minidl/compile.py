@@ -11,7 +11,7 @@ taken in between.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -60,6 +60,8 @@ class CompiledStep:
 
     Args:
         model, optimizer, loss, accumulate: as for `EagerStep`; with ``accumulate`` each micro-batch is one graph.
+        early: on one rank, update layers in branches of the graph, beside the rest of the backward pass, where
+            `SGD.early` can: it takes memory bandwidth that short kernels leave.
 
     Attributes:
         batch: samples of a compiled step on this rank; None before the first.
@@ -73,7 +75,7 @@ class CompiledStep:
         ValueError: where `obstacle` knows a reason.
     """
 
-    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
+    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1, early: bool = False):
         reason = obstacle(model, optimizer)
         if reason is not None:
             raise checks.impossible("CompiledStep", reason, "use EagerStep")
@@ -81,6 +83,7 @@ class CompiledStep:
         self.eager = EagerStep(model, optimizer, loss, accumulate=accumulate)
         self.model = model
         self.batch: int | None = None
+        self._early = early
         self._programs: dict[Any, _Program] = {}
         self._block: Any = None
 
@@ -111,7 +114,7 @@ class CompiledStep:
         key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(self.eager, images, labels)
+            program = self._programs[key] = _Program(self.eager, images, labels, self._early)
         totals = program(images, labels, first_sample)
         self._block = program.block or self._block
         return totals
@@ -184,7 +187,7 @@ class _Unit:
 class _Program:
     """The steps of one form of batch in one set of modes."""
 
-    def __init__(self, step: EagerStep, images: Any, labels: Any):
+    def __init__(self, step: EagerStep, images: Any, labels: Any, early: bool):
         self.step, self.model, self.ops = step, step.model, step.model.ops
         self.parts = step.parts(len(images))
         self.block: Any = None
@@ -197,6 +200,7 @@ class _Program:
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
         # A store that moves tensors counts on when memory is free.
         self._branches = self.model.arena.read_at_the_end and type(self.model.store) is TensorStore
+        self._updates_early = early and self._branches
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
         if self._warm is None:
@@ -246,7 +250,7 @@ class _Program:
             graph.launch()
             follow(self.model.comm, "compiled step")
             return unit.totals
-        with self.model.random.hold():
+        with self.model.random.hold(), self._early(rehearse=True):
             return unit.record(self._work(unit, i)).array
 
     def _marked(self, i: int, unit: _Unit) -> Any:
@@ -259,7 +263,7 @@ class _Program:
                     return marks, self._work(unit, i)()
 
             try:
-                with self.model.random.hold():
+                with self.model.random.hold(), self._early(rehearse=True):
                     graph, (marks, _) = unit.capture(work, self.block, one_line=True)
             except BaseException:
                 self.model.abandon()
@@ -296,12 +300,15 @@ class _Program:
         self.block = block
 
     def _capture(self, block: Any) -> None:
-        with self._unwatched(), self.model.random.hold():
+        with self._unwatched(), self.model.random.hold(), self._early():
             for i in range(len(self.parts)):
                 unit = self._units[self._role(i)]
                 if unit.graph is None:
                     unit.graph, totals = unit.capture(self._work(unit, i), block)
                     unit.totals = totals.array
+
+    def _early(self, **how: bool) -> AbstractContextManager[None]:
+        return self.step.optimizer.early(**how) if self._updates_early else nullcontext()
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

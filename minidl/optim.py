@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,13 +19,14 @@ from minidl import checkpoint, checks, legality
 from minidl.dist.agree import require_same
 from minidl.model import Model
 from minidl.profile import PassCost
-from minidl.segments import ALIGN, Segment, by_name, flattened
+from minidl.segments import ALIGN, Message, Segment, by_name, flattened
 
 # Layout of the control array, float32 (see the sgd_update operation).
 LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
 _CONTROL_SIZE = 8
 _FIRST_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000
+TOUCHED = 20  # bytes of an update for each parameter: weight and momentum twice, the gradient
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,19 @@ class Visit:
     end: int
     here: Callable[[], Any]
     host: Callable[[], np.ndarray]
+
+
+def _runs(messages: Iterable[Message]) -> Iterator[tuple[int, int]]:
+    """Where stretches of neighbouring messages begin and end."""
+    begin = end = 0
+    for message in messages:
+        if message.begin != end:
+            if begin < end:
+                yield begin, end
+            begin = message.begin
+        end = message.end
+    if begin < end:
+        yield begin, end
 
 
 def _finite(who: str, argument: str, value: float) -> None:
@@ -247,11 +262,9 @@ class SGD(checks.Told):
         messages, whole = self.arena.finished(), (0, self.arena.trainable_size)
         if not self.scales_loss and self.clip_norm is None:
             self._begin()
-            if self.arena.comm.size > 1 or self.arena.slots:
-                for message in messages:
-                    self._apply(*message.own)
-            elif len(list(messages)) > 0:
-                self._apply(*whole)
+            alone = self.arena.comm.size == 1 and not self.arena.slots
+            for begin, end in _runs(messages) if alone else (message.own for message in messages):
+                self._apply(begin, end)
             return
         for _ in messages:
             pass
@@ -268,6 +281,27 @@ class SGD(checks.Told):
         if self.scales_loss:
             with self.model.profiler.span("optimizer", "update"):
                 self.ops.update_loss_scale(self.control)
+
+    @contextmanager
+    def early(self, *, rehearse: bool = False) -> Iterator[None]:
+        """Within, on one rank, updates that need no more than a message's gradients are beside the backward pass, where
+        such work may be (`minidl.cuda.beside`); `update` does the others. No bit changes.
+
+        Args:
+            rehearse: keep their places beside it, but leave all to `update`.
+        """
+        if type(self) is not SGD or self.scales_loss or self.clip_norm is not None or not self.arena.read_at_the_end:
+            yield
+            return
+
+        def apply(begin: int, end: int) -> bool:
+            with self.ops.aside(0, TOUCHED * (end - begin), 4):
+                if not rehearse:
+                    self._apply(begin, end)
+            return not rehearse
+
+        with self.arena.update_early(apply):
+            yield
 
     def _begin(self) -> None:
         """Before the first update of a step, when it is known whether the gradients overflowed."""

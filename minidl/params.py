@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -75,8 +76,9 @@ class Arena:
         self._shares: list[int] | None = None  # rows of the batch on each rank, in this step
         self.adds = False  # gradients to what ``grad`` holds when a backward pass begins
         self._update: Callable[[int, int], None] | None = None
+        self._early: Callable[[int, int], bool] | None = None  # see `update_early`
         self._prepare: Callable[[], None] = lambda: None
-        self._ready: deque[Message] = deque()  # started, not updated yet; only with slots
+        self._ready: deque[Message] = deque()  # started, not updated yet; with slots, or where updates are early
         self._begun: set[str] = set()  # first layers of messages that have gradients; only with slots
         self.connected = 0  # how often: each time messages, or who reads gradients, are others
         self._layers = {name: [s for s in self.segments if s.layer == name] for name, _ in layers}
@@ -279,7 +281,7 @@ class Arena:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
-            message.waiting, message.begun, message.updated = len(message.layers), False, False
+            message.waiting, message.lent, message.begun, message.updated = len(message.layers), False, False, False
         if self.slots and (accumulate or not send):
             remedy = "make the optimizer without update_in_backward(), or take whole batches"
             raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
@@ -360,7 +362,7 @@ class Arena:
                 self._waiting.append(message)
                 return
             self._start(message)
-            if self.slots:
+            if self.slots or self._early:
                 self._ready.append(message)
 
     def reach(self, layer: str | None) -> None:
@@ -389,11 +391,41 @@ class Arena:
 
     def make_room(self) -> None:
         """Between two layers of a backward pass: with a ring, update messages until the next one has a slot."""
-        while self.slots and len(self._ready) >= self.slots:
+        most = self.slots or 1
+        while len(self._ready) >= most:
             message = self._ready.popleft()
-            self._arrive(message)
-            message.begun = message.updated = True
-            self._update(*message.own)
+            if message.lent:
+                continue
+            if not self._early:
+                self._arrive(message)
+                message.begun = message.updated = True
+                self._update(*message.own)
+            elif self._early(*message.own):
+                self._arrive(message)
+                message.updated = True
+
+    @contextmanager
+    def update_early(self, update: Callable[[int, int], bool]) -> Iterator[None]:
+        """Within, ``update(begin, end)`` is called of messages that are complete, between two layers of the last
+        backward pass of a step, and tells whether it has updated them; not where a layer has yet to read what would be.
+
+        Where `read_at_the_end`.
+        """
+        self._early = update
+        try:
+            yield
+        finally:
+            self._early = None
+
+    def lend(self, layer: str, value: Any) -> Any:
+        """A parameter's ``value`` that is to be read after its layer's backward pass, when it may have been updated."""
+        if self.slots:
+            kept = self.ops.empty(value.shape, value.dtype)
+            self.ops.copy_into(kept, value)
+            return kept
+        if self._early and layer in self._message_of:
+            self._message_of[layer].lent = True
+        return value
 
     @property
     def updating(self) -> bool:
@@ -428,7 +460,7 @@ class Arena:
             self._arrive(message)
             yield message
         for message in self.messages:
-            message.begun = message.updated = False
+            message.lent = message.begun = message.updated = False
         self._ready.clear()
 
     def _arrive(self, message: Message) -> None:

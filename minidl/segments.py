@@ -92,6 +92,7 @@ class Message:
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
     before: str = ""  # the layer whose backward pass it waits for, to start then; else it starts when it is complete
     summed: bool = False  # the layer makes sums over ranks itself in this step: nothing is sent
+    lent: bool = False  # a layer has yet to read a parameter of it in this step
     begun: bool = False  # to be updated in this step, within the backward pass
     updated: bool = False  # all of it
 
@@ -296,13 +297,9 @@ class LayerParams(NoParams):
 
     def lasting(self, name: str) -> Any:
         """As `get` gives it, for whoever reads it after this layer's backward pass: until the end of that of the model
-        it stays as it is, also where updates are within (`minidl.SGD.update_in_backward`)."""
+        it stays as it is, also where updates are within."""
         value = self.get(name)
-        if value is None or not self._arena.slots:
-            return value
-        kept = self._arena.ops.empty(value.shape, value.dtype)
-        self._arena.ops.copy_into(kept, value)
-        return kept
+        return value if value is None else self._arena.lend(self._layer, value)
 
     def master(self, name: str) -> Any:
         """The float32 value that the optimizer updates."""
