@@ -22,6 +22,7 @@ from minidl.memory.arena import place
 from minidl.params import Arena
 from minidl.step import EagerStep
 from tests.memory_cases import small_graph
+from tests.test_random_graphs import BATCH, Builder
 
 GRAIN = 16  # bytes: what neighbouring arrays of 16-bit channels in multiples of eight do not share
 # Of the arrays behind a kernel's tensor maps those that it writes.
@@ -163,20 +164,19 @@ class Arrays:
             self.memory = None
 
 
-def walked(case, plan, monkeypatch, deaf=-1, group_bytes=0):
+def walked(graph, batch, precision, plan, monkeypatch, deaf=-1, group_bytes=0):
     """A step on shapes, recorded in one line, then in planned memory with branches: its streams, and its kernels."""
-    name, image, batch, precision = case
     streams = Streams(deaf)
     arrays = Arrays(streams)
     monkeypatch.setattr(beside, "import_cupy", lambda: streams.cupy)
     monkeypatch.setattr(launch, "_behind_maps", iter)
     with dry_run(watcher=arrays):
-        model = m.Model(small_graph(name, image, width=16), device="cuda", precision=precision, group_bytes=group_bytes)
+        model = m.Model(graph, device="cuda", precision=precision, group_bytes=group_bytes)
         fuse(model, plan, batch=batch)
         optimizer = m.SGD(model, 0.1, 0.9)
         step = EagerStep(model, optimizer, m.SoftmaxCrossEntropy())
-        x = model.ops.empty((batch, image, image, 3), model.precision.storage)
-        labels = model.ops.empty((batch, image, image) if name == "unet" else (batch,), np.int32)
+        x = model.ops.empty((batch, *graph.nodes[0].shape), model.precision.storage)
+        labels = model.ops.empty((batch, *graph.output_node.shape[:-1]), np.int32)
         step.part(x, labels, 0)
         addresses = itertools.count(1)
         recording = capture.Recording(lambda size: SimpleNamespace(ptr=next(addresses)))
@@ -199,10 +199,14 @@ CASES = [
 ]  # fmt: skip
 
 
+def small(name, image, batch, precision):
+    return small_graph(name, image, width=16), batch, precision
+
+
 @pytest.mark.parametrize("plan", ["none", "elementwise", "bnff", "auto"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[3]}")
 def test_no_kernel_meets_what_another_stream_still_needs(case, plan, monkeypatch):
-    streams, kernels = walked(case, plan, monkeypatch)
+    streams, kernels = walked(*small(*case), plan, monkeypatch)
     aside = {name for name, stream in kernels if stream == "side"}
     assert streams.waits >= 4 and "sgd_update" in aside and len(kernels) > 2 * len(aside)
     if case[0] == "resnet50" and plan == "bnff":
@@ -210,13 +214,23 @@ def test_no_kernel_meets_what_another_stream_still_needs(case, plan, monkeypatch
         assert aside >= {"conv2d_weight_hopper_kernel", "sum_partials_kernel"}
 
 
+@pytest.mark.parametrize("seed", range(24))
+def test_nor_does_one_of_a_random_network(seed, monkeypatch):
+    builder = Builder(seed, "narrow")
+    graph = builder.build()
+    walked(graph, BATCH, ("bf16", "fp32", "fp16")[seed % 3], builder.plan(), monkeypatch)
+
+
 def test_each_wait_that_is_left_out_is_missed(monkeypatch):
     """But for some behind which memory goes to who has waited for more, or another wait follows at once."""
-    how = {"case": CASES[1], "plan": "bnff", "monkeypatch": monkeypatch, "group_bytes": 1 << 22}
-    count, missed = walked(**how)[0].waits, 0
+
+    def waits(deaf=-1):
+        return walked(*small(*CASES[1]), "bnff", monkeypatch, deaf, group_bytes=1 << 22)[0].waits
+
+    count, missed = waits(), 0
     for number in range(count):
         try:
-            walked(**how, deaf=number)
+            waits(number)
         except Hazard:
             missed += 1
     assert missed > 0.8 * count > 20
@@ -225,11 +239,11 @@ def test_each_wait_that_is_left_out_is_missed(monkeypatch):
 def test_memory_that_is_given_back_under_work_beside_is_missed(monkeypatch):
     monkeypatch.setattr(Beside, "free", Beside._release)
     with pytest.raises(Hazard):
-        walked(CASES[1], "bnff", monkeypatch)
+        walked(*small(*CASES[1]), "bnff", monkeypatch)
 
 
 def test_updates_of_what_a_layer_has_yet_to_read_are_missed(monkeypatch):
     """The scale of a batch norm that leaves its last pass to the convolution below."""
     monkeypatch.setattr(Arena, "lend", lambda self, layer, value: value)
     with pytest.raises(Hazard, match="on main reads what side may still write"):
-        walked(CASES[0], "bnff", monkeypatch)
+        walked(*small(*CASES[0]), "bnff", monkeypatch)
