@@ -288,6 +288,20 @@ def test_compile_error_names_file_line_variant_and_reason():
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("version", [(12, 8), (12, 9), (13, 0)])
+def test_a_compiler_that_makes_products_wait_is_told_of(version, monkeypatch, recwarn):
+    """Once, by who compiles for Hopper, whose kernels alone have such products."""
+    monkeypatch.setattr(nvrtc, "version", lambda: version)
+    nvrtc._tell_if_old.cache_clear()
+    for arch in ("sm_80", "sm_90a", "sm_90a"):
+        nvrtc.compile("int x;", "fine.cu", arch)
+        told = [str(warning.message) for warning in recwarn]
+        assert len(told) == (version < nvrtc.HASTENS and arch == "sm_90a"), told
+    assert all("NVRTC 12.8 " in text and "cu12>=12.9" in text for text in told)
+    nvrtc._tell_if_old.cache_clear()
+
+
+@needs_nvrtc
 def test_report_counts_registers_shared_memory_and_spills():
     source = """
 extern "C" __global__ void tidy(float* x) { __shared__ float s[32]; s[threadIdx.x] = x[0]; x[threadIdx.x] = s[31]; }

@@ -32,6 +32,9 @@ FOLDER = Path(__file__).parent
 OPTIONS = ("--std=c++17", "--device-as-default-execution-space", "--generate-line-info", "--ptxas-options=-v")
 NO_CACHE = "--no-cache"
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
+# Older ones make each product of a warpgroup, on that architecture, wait for the one before it (ptxas C7515, with all
+# kernels that have such products; 12.6 and 12.8 tried).
+HASTENS = (12, 9)
 LEAST_JOBS = 16  # of a process: 98 kernels took one 3.3 s, four to eight 1.2 s and sixteen 1.5 s
 
 
@@ -166,7 +169,19 @@ def compile(source: str, name: str, arch: str, defines: Defines | None = None) -
 
 def _job(source: str, name: str, arch: str, defines: Defines) -> tuple[str, str, list[str], bool]:
     """The arguments of `Library.compile`."""
+    if arch == target(NEWEST):
+        _tell_if_old()
     return source, name, _options(arch, defines), arch.startswith("sm_")
+
+
+@functools.cache
+def _tell_if_old() -> None:
+    if version() < HASTENS:
+        warnings.warn(
+            f"NVRTC {'.'.join(map(str, version()))} makes kernels for compute capability 9.0 (H100, H200) wait for "
+            "each matrix product, so that they are slow: pip install 'nvidia-cuda-nvrtc-cu12>=12.9'",
+            stacklevel=2,
+        )
 
 
 _REPORT = re.compile(

@@ -84,6 +84,11 @@ def _cupy() -> str:
     return f"{cupy.__version__}, CUDA runtime {_cuda_version(version)}"
 
 
+def _nvrtc() -> str:
+    found, wanted = (".".join(map(str, version)) for version in (nvrtc.version(), nvrtc.HASTENS))
+    return found if nvrtc.version() >= nvrtc.HASTENS else f"{found}, for H100 and H200 better {wanted} or newer"
+
+
 def _driver() -> str:
     path = shutil.which("nvidia-smi")
     if path is None:
@@ -188,7 +193,7 @@ _PROBES: list[tuple[str, Callable[[], str], str]] = [
     ("thread pools", _openmp, "pip install threadpoolctl"),
     ("cores", _cores, ""),
     ("CuPy", _cupy, _GPU_EXTRA),
-    ("NVRTC", lambda: ".".join(map(str, nvrtc.version())), _GPU_EXTRA),
+    ("NVRTC", _nvrtc, _GPU_EXTRA),
     ("driver", _driver, "a GPU and its driver; the CPU kernels need neither"),
     ("GPUs", _gpus, "CuPy and a driver, see above"),
     ("tuned kernels", _tuned, "CuPy and a driver, see above"),
