@@ -295,10 +295,10 @@ class SGD(checks.Told):
             return
 
         def apply(begin: int, end: int) -> bool:
-            with self.ops.aside(0, TOUCHED * (end - begin), 4):
-                if not rehearse:
+            with self.ops.aside(0, TOUCHED * (end - begin), 4) as beside:
+                if updates := beside and not rehearse:
                     self._apply(begin, end)
-            return not rehearse
+            return updates
 
         with self.arena.update_early(apply):
             yield

@@ -96,14 +96,16 @@ def synchronize() -> None:
     """Return when all queued work is done: at once, as the CPU table queues none."""
 
 
-def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[None]:
-    """Within, work whose results nobody reads before `rejoin`: it may run beside what comes next.
+def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[bool]:
+    """Within, work whose results nobody but more such work reads before `rejoin`: it may run beside what comes next.
+
+    Gives whether it may read what was made within others before it.
 
     Args:
         flop, moved: what it computes, and the bytes that it moves.
         itemsize: of what it multiplies.
     """
-    return nullcontext()
+    return nullcontext(True)
 
 
 def rejoin() -> None:

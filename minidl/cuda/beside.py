@@ -76,17 +76,17 @@ class Beside:
         self._allocator.free(address, device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def aside(self) -> Iterator[bool]:
         """Within, work is beside the main line: it may read what that has made so far."""
         piece = _Piece()
         self._pieces.append(piece)
         if self._stream is None:
-            yield
+            yield True
         else:
             self._main = import_cupy().cuda.get_current_stream()
             self._stream.wait_event(_recorded(self._main))
             with self._stream:
-                yield
+                yield True
             piece.done = _recorded(self._stream)
         piece.complete = True
 
@@ -131,10 +131,10 @@ def new_stream() -> Any:
     return import_cupy().cuda.Stream(non_blocking=True, priority=PRIORITY)
 
 
-def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[None]:
+def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[bool]:
     """As `minidl.cpu.array.aside`: of a step that is captured, work that takes little time is a branch of its graph."""
     short = max(flop / FLOP[itemsize], moved / BYTES) <= SHORT
-    return _active[-1].aside() if _active and short else nullcontext()
+    return _active[-1].aside() if _active and short else nullcontext(not _active)
 
 
 def rejoin() -> None:
