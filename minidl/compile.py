@@ -61,7 +61,7 @@ class CompiledStep:
     Args:
         model, optimizer, loss, accumulate: as for `EagerStep`; with ``accumulate`` each micro-batch is one graph.
         early: on one rank, update layers in branches of the graph, beside the rest of the backward pass, where
-            `SGD.early` can: it takes memory bandwidth that short kernels leave.
+            `SGD.early` can. The bits are the same.
 
     Attributes:
         batch: samples of a compiled step on this rank; None before the first.

@@ -402,7 +402,7 @@ class Arena:
                 self._update(*message.own)
             elif self._early(*message.own):
                 self._arrive(message)
-                message.updated = True
+                message.begun = message.updated = True
 
     @contextmanager
     def update_early(self, update: Callable[[int, int], bool]) -> Iterator[None]:

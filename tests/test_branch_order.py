@@ -24,7 +24,7 @@ from minidl.step import EagerStep
 from tests.memory_cases import small_graph
 from tests.test_random_graphs import BATCH, Builder
 
-GRAIN = 16  # bytes: what neighbouring arrays of 16-bit channels in multiples of eight do not share
+GRAIN = 16  # bytes that are told apart: arrays side by side, of 16-bit channels in multiples of eight, share none
 # Of the arrays behind a kernel's tensor maps those that it writes.
 STORED = {
     "conv2d_hopper_kernel": {2}, "conv2d_halo_kernel": {2}, "conv2d_divided_kernel": {2}, "conv2d_both_kernel": {4},

@@ -15,6 +15,7 @@ from tests import emulator
 from tests import test_conv2d_both as both
 from tests.convolutions import SIXTEEN, Guarded, pitched, put
 from tests.kernel_checks import check_report
+from tests.test_conv2d_both import BELOW
 from tests.test_conv2d_join import H200, LARGE, POINT
 
 # Images, height, width, channels; filters, more than conv2d_both.cu takes where it is forced.
@@ -25,7 +26,6 @@ SHAPES = {
     "deep": ((2, 11, 13, 256), 1024),
     "tiles-cut-in-two": ((2, 15, 20, 256), 640),
 }
-BELOW = pytest.mark.parametrize("below", [False, True], ids=["plain", "below"])
 EACH = pytest.mark.parametrize(("shape", "filters"), SHAPES.values(), ids=SHAPES)
 
 

@@ -77,7 +77,7 @@ class Beside:
 
     @contextmanager
     def aside(self) -> Iterator[bool]:
-        """Within, work is beside the main line: it may read what that has made so far."""
+        """Within, work is beside the main line: it may read what that, and work beside, has made so far."""
         piece = _Piece()
         self._pieces.append(piece)
         if self._stream is None:

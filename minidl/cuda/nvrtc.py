@@ -34,7 +34,7 @@ NO_CACHE = "--no-cache"
 NEWEST = (9, 0)  # the newest architecture that the kernels are compiled for exactly
 # Older ones make each product of a warpgroup, on that architecture, wait for the one before it (ptxas C7515, with all
 # kernels that have such products; 12.6 and 12.8 tried).
-HASTENS = (12, 9)
+LEAST_FOR_HOPPER = (12, 9)
 LEAST_JOBS = 16  # of a process: 98 kernels took one 3.3 s, four to eight 1.2 s and sixteen 1.5 s
 
 
@@ -176,7 +176,7 @@ def _job(source: str, name: str, arch: str, defines: Defines) -> tuple[str, str,
 
 @functools.cache
 def _tell_if_old() -> None:
-    if version() < HASTENS:
+    if version() < LEAST_FOR_HOPPER:
         warnings.warn(
             f"NVRTC {'.'.join(map(str, version()))} makes kernels for compute capability 9.0 (H100, H200) wait for "
             "each matrix product, so that they are slow: pip install 'nvidia-cuda-nvrtc-cu12>=12.9'",

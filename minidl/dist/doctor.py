@@ -85,8 +85,10 @@ def _cupy() -> str:
 
 
 def _nvrtc() -> str:
-    found, wanted = (".".join(map(str, version)) for version in (nvrtc.version(), nvrtc.HASTENS))
-    return found if nvrtc.version() >= nvrtc.HASTENS else f"{found}, for H100 and H200 better {wanted} or newer"
+    found, wanted = (".".join(map(str, version)) for version in (nvrtc.version(), nvrtc.LEAST_FOR_HOPPER))
+    return (
+        found if nvrtc.version() >= nvrtc.LEAST_FOR_HOPPER else f"{found}, for H100 and H200 better {wanted} or newer"
+    )
 
 
 def _driver() -> str:

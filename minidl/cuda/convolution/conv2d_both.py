@@ -109,7 +109,8 @@ def conv2d_backward_both(
     add: Any | None = None, tf32: int = False,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel, or with the data gradient made on its way
-    (`conv2d_join.backward`), where `conv2d_makes_both`."""
+    (`conv2d_join.backward`), where `conv2d_makes_both`. Of a step that is captured ``out`` may be `aside`: it is there
+    after `rejoin`."""
     who = "conv2d_backward_both"
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
     conv = convolution(who, x.shape, w.shape, **geometry)
