@@ -85,10 +85,9 @@ def _cupy() -> str:
 
 
 def _nvrtc() -> str:
-    found, wanted = (".".join(map(str, version)) for version in (nvrtc.version(), nvrtc.LEAST_FOR_HOPPER))
-    return (
-        found if nvrtc.version() >= nvrtc.LEAST_FOR_HOPPER else f"{found}, for H100 and H200 better {wanted} or newer"
-    )
+    found, least = (".".join(map(str, version)) for version in (nvrtc.version(), nvrtc.LEAST_FOR_HOPPER))
+    old = nvrtc.version() < nvrtc.LEAST_FOR_HOPPER
+    return found + f", for H100 and H200 better {least} or newer" * old
 
 
 def _driver() -> str:
