@@ -3,9 +3,9 @@
 The first step runs as it is written and loads kernels; the second is recorded: what it allocates and releases, in
 order. From that record every array gets its place in one block (`minidl.memory.arena`), the same Python code is
 captured into it, and each step after is: copy the batch in, write the random key, launch. Forward, loss, backward,
-all-reduces and update are all inside, short gradients of weights in a branch (`minidl.cuda.beside`); learning rate,
-loss scale and random key lie in device memory. The bits are those of eager steps, so it makes no difference when one is
-taken in between.
+all-reduces and update are all inside, short gradients of weights and updates in a branch (`minidl.cuda.beside`);
+learning rate, loss scale and random key lie in device memory. The bits are those of eager steps, so it makes no
+difference when one is taken in between.
 """
 
 from __future__ import annotations
@@ -60,8 +60,6 @@ class CompiledStep:
 
     Args:
         model, optimizer, loss, accumulate: as for `EagerStep`; with ``accumulate`` each micro-batch is one graph.
-        early: on one rank, update layers in branches of the graph, beside the rest of the backward pass, where
-            `SGD.early` can. The bits are the same.
 
     Attributes:
         batch: samples of a compiled step on this rank; None before the first.
@@ -75,7 +73,7 @@ class CompiledStep:
         ValueError: where `obstacle` knows a reason.
     """
 
-    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1, early: bool = False):
+    def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
         reason = obstacle(model, optimizer)
         if reason is not None:
             raise checks.impossible("CompiledStep", reason, "use EagerStep")
@@ -83,7 +81,6 @@ class CompiledStep:
         self.eager = EagerStep(model, optimizer, loss, accumulate=accumulate)
         self.model = model
         self.batch: int | None = None
-        self._early = early
         self._programs: dict[Any, _Program] = {}
         self._block: Any = None
 
@@ -114,7 +111,7 @@ class CompiledStep:
         key = *(_form(array) for array in (images, labels)), self.model.modes()
         program = self._programs.get(key)
         if program is None:
-            program = self._programs[key] = _Program(self.eager, images, labels, self._early)
+            program = self._programs[key] = _Program(self.eager, images, labels)
         totals = program(images, labels, first_sample)
         self._block = program.block or self._block
         return totals
@@ -187,7 +184,7 @@ class _Unit:
 class _Program:
     """The steps of one form of batch in one set of modes."""
 
-    def __init__(self, step: EagerStep, images: Any, labels: Any, early: bool):
+    def __init__(self, step: EagerStep, images: Any, labels: Any):
         self.step, self.model, self.ops = step, step.model, step.model.ops
         self.parts = step.parts(len(images))
         self.block: Any = None
@@ -200,7 +197,6 @@ class _Program:
         self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
         # A store that moves tensors counts on when memory is free.
         self._branches = self.model.arena.read_at_the_end and type(self.model.store) is TensorStore
-        self._updates_early = early and self._branches
 
     def __call__(self, images: Any, labels: Any, first_sample: int) -> Totals:
         if self._warm is None:
@@ -308,7 +304,7 @@ class _Program:
                     unit.totals = totals.array
 
     def _early(self, **how: bool) -> AbstractContextManager[None]:
-        return self.step.optimizer.early(**how) if self._updates_early else nullcontext()
+        return self.step.optimizer.early(**how) if self._branches else nullcontext()
 
     @contextmanager
     def _unwatched(self) -> Iterator[None]:

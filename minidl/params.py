@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
+from weakref import ref
 
 import numpy as np
 
@@ -281,7 +282,8 @@ class Arena:
                 raise checks.order(
                     "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
                 )
-            message.waiting, message.lent, message.begun, message.updated = len(message.layers), False, False, False
+            message.waiting, message.begun, message.updated = len(message.layers), False, False
+            message.readers.clear()
         if self.slots and (accumulate or not send):
             remedy = "make the optimizer without update_in_backward(), or take whole batches"
             raise checks.order("gradients", "micro-batches add up what a ring of slots does not hold", remedy)
@@ -390,24 +392,24 @@ class Arena:
             message.work = self.comm.start_all_reduce(part, span, message.name)
 
     def make_room(self) -> None:
-        """Between two layers of a backward pass: with a ring, update messages until the next one has a slot."""
-        most = self.slots or 1
-        while len(self._ready) >= most:
+        """Between two layers of a backward pass: with a ring, update messages until the next one has a slot; early, all
+        whose parameters nobody has yet to read."""
+        while self.slots and len(self._ready) >= self.slots:
             message = self._ready.popleft()
-            if message.lent:
-                continue
-            if not self._early:
-                self._arrive(message)
-                message.begun = message.updated = True
-                self._update(*message.own)
-            elif self._early(*message.own):
+            self._arrive(message)
+            message.begun = message.updated = True
+            self._update(*message.own)
+        for message in [m for m in self._ready if self._early and not m.lent]:
+            self._ready.remove(message)
+            if self._early(*message.own):
                 self._arrive(message)
                 message.begun = message.updated = True
 
     @contextmanager
     def update_early(self, update: Callable[[int, int], bool]) -> Iterator[None]:
         """Within, ``update(begin, end)`` is called of messages that are complete, between two layers of the last
-        backward pass of a step, and tells whether it has updated them; not where a layer has yet to read what would be.
+        backward pass of a step, once for each, and tells whether it has updated them; not before what they have lent
+        is read.
 
         Where `read_at_the_end`.
         """
@@ -417,14 +419,14 @@ class Arena:
         finally:
             self._early = None
 
-    def lend(self, layer: str, value: Any) -> Any:
-        """A parameter's ``value`` that is to be read after its layer's backward pass, when it may have been updated."""
+    def lend(self, layer: str, value: Any, reader: Any) -> Any:
+        """See `LayerParams.lend`. A ring cannot wait with an update: what is lent is a copy."""
         if self.slots:
             kept = self.ops.empty(value.shape, value.dtype)
             self.ops.copy_into(kept, value)
             return kept
         if self._early and layer in self._message_of:
-            self._message_of[layer].lent = True
+            self._message_of[layer].readers.append(ref(reader))
         return value
 
     @property
@@ -460,7 +462,7 @@ class Arena:
             self._arrive(message)
             yield message
         for message in self.messages:
-            message.lent = message.begun = message.updated = False
+            message.begun = message.updated = False
         self._ready.clear()
 
     def _arrive(self, message: Message) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import bisect
 import fnmatch
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
+from weakref import ref
 
 import numpy as np
 
@@ -92,9 +93,14 @@ class Message:
     own: tuple[int, int] = (0, 0)  # begin and end in the arena of what this rank gets the sum of, and updates
     before: str = ""  # the layer whose backward pass it waits for, to start then; else it starts when it is complete
     summed: bool = False  # the layer makes sums over ranks itself in this step: nothing is sent
-    lent: bool = False  # a layer has yet to read a parameter of it in this step
+    readers: list[ref[Any]] = field(default_factory=list)  # of its parameters in this step, after its layers
     begun: bool = False  # to be updated in this step, within the backward pass
     updated: bool = False  # all of it
+
+    @property
+    def lent(self) -> bool:
+        """Whether a parameter of it has still to be read in this step."""
+        return any(reader is not None and reader.owed for reader in (known() for known in self.readers))
 
     @property
     def name(self) -> str:
@@ -260,8 +266,8 @@ class NoParams(Mapping[str, Any]):
         """None."""
         return {}
 
-    def lasting(self, name: str) -> Any:
-        """See `LayerParams.lasting`: None."""
+    def lend(self, name: str, reader: Any) -> Any:
+        """See `LayerParams.lend`: None."""
         return None
 
 
@@ -295,11 +301,11 @@ class LayerParams(NoParams):
     def __len__(self) -> int:
         return len(self._views)
 
-    def lasting(self, name: str) -> Any:
-        """As `get` gives it, for whoever reads it after this layer's backward pass: until the end of that of the model
-        it stays as it is, also where updates are within."""
+    def lend(self, name: str, reader: Any) -> Any:
+        """As `get` gives it, for what is read after this layer's backward pass: while ``reader`` lives and is ``owed``
+        it stays as it is, also where updates are within the backward pass."""
         value = self.get(name)
-        return value if value is None else self._arena.lend(self._layer, value)
+        return value if value is None else self._arena.lend(self._layer, value, reader)
 
     def master(self, name: str) -> Any:
         """The float32 value that the optimizer updates."""

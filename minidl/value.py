@@ -357,15 +357,21 @@ class NormGradient(MaskedGradient):
 
     Attributes:
         dy: gradient of the batch norm's output, or a masked `PooledGradient`, whose gathering is owed, too.
-        facts: its input, moments, weight, sums and count, as ``batch_norm_backward_apply`` takes them.
+        facts: its input, moments, weight, sums and count, as ``batch_norm_backward_apply`` takes them; read until it
+            is no longer `owed`.
         passed: the gradient of the convolution's input, once the convolution has made both.
     """
 
-    __slots__ = ("facts", "passed")
+    __slots__ = ("__weakref__", "facts", "passed")
 
     def __init__(self, dy: Any, *facts: Any):
         super().__init__(dy)
         self.facts, self.passed = facts, None
+
+    @property
+    def owed(self) -> bool:
+        """Whether nobody has made anything of it yet."""
+        return self.array is None and self.passed is None
 
     def finish(self, ops: ModuleType) -> Any:
         if self.array is None and isinstance(self.dy, PooledGradient):

@@ -245,6 +245,6 @@ def test_memory_that_is_given_back_under_work_beside_is_missed(monkeypatch):
 
 def test_updates_of_what_a_layer_has_yet_to_read_are_missed(monkeypatch):
     """The scale of a batch norm that leaves its last pass to the convolution below."""
-    monkeypatch.setattr(Arena, "lend", lambda self, layer, value: value)
+    monkeypatch.setattr(Arena, "lend", lambda self, layer, value, reader: value)
     with pytest.raises(Hazard, match="on main reads what side may still write"):
         walked(*small(*CASES[0]), "bnff", monkeypatch)

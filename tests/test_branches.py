@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from itertools import accumulate
 from types import SimpleNamespace
 
@@ -156,14 +155,13 @@ def test_work_that_takes_long_stays_in_its_line(monkeypatch):
     assert len(pieces) == 2
 
 
-@pytest.mark.parametrize("early", [False, True], ids=["updates-at-the-end", "updates-early"])
 @pytest.mark.parametrize(("parts", "fuse"), [(1, "bnff"), (2, "none")])
-def test_steps_with_branches_have_the_bits_of_steps_in_one_line(parts, fuse, early, cuda_ops, monkeypatch):
+def test_steps_with_branches_have_the_bits_of_steps_in_one_line(parts, fuse, cuda_ops, monkeypatch):
     """And there are branches, in each micro-batch."""
     pieces, own = [], Beside.aside
     monkeypatch.setattr(Beside, "aside", lambda self: pieces.append(self._stream) or own(self))
-    kinds, options = (EagerStep, partial(CompiledStep, early=early)), {"accumulate": parts, "group_bytes": 0}
-    steps = [make(kind, "resnet20", "bf16", fuse=fuse, **options) for kind in kinds]
+    options = {"accumulate": parts, "group_bytes": 0, "fuse": fuse}
+    steps = [make(kind, "resnet20", "bf16", **options) for kind in (EagerStep, CompiledStep)]
     losses = [[], []]
     for number, batch in enumerate(zip(*map(batches, steps), strict=True)):
         for found, step, (x, labels) in zip(losses, steps, batch, strict=True):

@@ -199,8 +199,10 @@ class BatchNorm2d(AffineNorm):
         return dx if add is None else self.ops.add(dx, add)
 
     def _left(self, dy: Any, x: Any, moments: Any, weight: Any, sums: Any, count: Any) -> NormGradient:
-        """What the layer below finishes: by then this one's parameters may have been updated."""
-        return NormGradient(dy, x, moments, self.params.lasting("weight"), sums, count)
+        """What the layer below finishes: this one's parameters must not be updated before."""
+        left = NormGradient(dy)
+        left.facts = x, moments, self.params.lend("weight", left), sums, count
+        return left
 
     def describe(self) -> str:
         sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""
