@@ -57,7 +57,8 @@ DEVICE void await_predecessor() {
 // several of them on one multiprocessor and none on others, where they stay when their work begins. On an H200 a
 // ResNet-50 step of 32 images takes 1.6 % less with the wait alone, 1.1 % less again if merges and sums of weight
 // gradients let the next one in (256 images: as much as before; sums: conv2d_weight_sum.cu tells what else that does),
-// and 2.6 % more if all do; with batch norms' backward pass 256 images take 2 % more.
+// and 2.6 % more if all do; with batch norms' backward pass 256 images take 2 % more. Convolutions that merges follow,
+// letting them in with their last tile: 1.3 % more, of 8 images 0.9 %.
 DEVICE void let_next_in() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
