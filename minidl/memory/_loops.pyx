@@ -23,8 +23,8 @@ cdef struct Placed:
     int64_t offset, top, begin, end
 
 
-def best_fit(const int64_t[::1] order, const int64_t[::1] sizes, const int64_t[::1] begin, const int64_t[::1] end):
-    """Offsets of pieces placed one after the other, each into the tightest hole, else behind everything.
+def first_fit(const int64_t[::1] order, const int64_t[::1] sizes, const int64_t[::1] begin, const int64_t[::1] end):
+    """Offsets of pieces placed one after the other, each as low as it finds room.
 
     Args:
         order: numbers of the pieces to place; the offsets of others stay -1.
@@ -39,7 +39,7 @@ def best_fit(const int64_t[::1] order, const int64_t[::1] sizes, const int64_t[:
     cdef char[::1] memory = np.empty(max(order.shape[0], 1) * sizeof(Placed), np.int8)
     cdef Placed *placed = <Placed *> &memory[0]  # in order of offset
     cdef Py_ssize_t n, j, i, at, count = 0
-    cdef int64_t size, floor, hole, tightest, offset
+    cdef int64_t size, floor
     with nogil:
         for n in range(order.shape[0]):
             i = order[n]
@@ -47,23 +47,20 @@ def best_fit(const int64_t[::1] order, const int64_t[::1] sizes, const int64_t[:
             if size == 0:
                 offsets[i] = 0
                 continue
-            floor, tightest, offset = 0, -1, -1
+            floor = 0
             for j in range(count):
                 if placed[j].begin > end[i] or placed[j].end < begin[i]:
                     continue
-                hole = placed[j].offset - floor
-                if hole >= size and (tightest < 0 or hole < tightest):
-                    tightest, offset = hole, floor
+                if placed[j].offset - floor >= size:
+                    break
                 if placed[j].top > floor:
                     floor = placed[j].top
-            if tightest < 0:
-                offset = floor
-            offsets[i] = offset
+            offsets[i] = floor
             at = count
-            while at > 0 and placed[at - 1].offset > offset:
+            while at > 0 and placed[at - 1].offset > floor:
                 at -= 1
             memmove(placed + at + 1, placed + at, (count - at) * sizeof(Placed))
-            placed[at].offset, placed[at].top = offset, offset + size
+            placed[at].offset, placed[at].top = floor, floor + size
             placed[at].begin, placed[at].end = begin[i], end[i]
             count += 1
     return found
