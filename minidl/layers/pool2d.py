@@ -225,7 +225,7 @@ class AdaptiveAvgPool2d(Layer):
     Images that are owed, an activation over a batch norm, are then made on the way.
 
     Shapes:
-        x (N, H, W, C) → (N, *output_size, C).
+        x (N, H, W, C) → (N, P, Q, C) with (P, Q) = output_size.
     """
 
     accepts_add = True
