@@ -41,7 +41,7 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
 
     Raises:
         AssertionError: naming the law and the input or parameter that breaks it.
-        ValueError, TypeError: from the layer, for shapes that it cannot take; no shapes.
+        ValueError, TypeError: from the layer, for shapes that it cannot take or gives without saying so; no shapes.
     """
     if not isinstance(layer, Layer):
         raise checks.bad_dtype("check_layer", "layer", "a Layer", checks.describe(layer))

@@ -27,7 +27,7 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import Gradient, InParams, NoParams, ParameterSpec
 from minidl.shapes import Pair
-from minidl.store import TensorStore
+from minidl.store import TensorStore, nothing_saved
 from minidl.value import MaskedGradient, Value
 
 _STORAGE = (float32, bfloat16, float16)
@@ -214,11 +214,13 @@ class Layer(checks.Told):
 
     # -- the templates ----------------------------------------------------------------------------------------------
 
-    def __call__(self, *x: Any) -> Any:
-        """On graph nodes: add this layer to their graph. On arrays: `forward`."""
+    def __call__(self, *x: Any, **options: Any) -> Any:
+        """On graph nodes: add this layer to their graph. On arrays: `forward`, which takes the options."""
         if x and all(hasattr(item, "graph") for item in x):
+            if options:
+                raise checks.unexpected(f"{self.name} on nodes of a graph", options)
             return x[0].graph.add(self, x)
-        return self.forward(*x)
+        return self.forward(*x, **options)
 
     def forward(self, *x: Any, grad: bool = True) -> Any:
         """Run the layer.
@@ -229,7 +231,7 @@ class Layer(checks.Told):
             grad: keep what `backward` needs, and forget what an earlier call kept; False for inference.
 
         Raises:
-            ValueError: for a shape the layer cannot take.
+            ValueError: for a shape the layer cannot take; where `compute` gives another than `output_shape` says.
             TypeError: for a dtype, array kind or device it cannot take.
         """
         if self.folded is not None and (grad or self.training):
@@ -247,7 +249,10 @@ class Layer(checks.Told):
             y = self.store.run(self, arrays)
         if grad and not self._has_saved:
             self.save()  # nothing, but there is a pass to go back through
-        return y if arrays is x or isinstance(y, Value) else backend.answer_in_kind(x[0])(y)
+        if arrays is x or isinstance(y, Value):
+            return y
+        self._require_result(y)
+        return y if arrays[0] is x[0] else backend.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:
         """Back through the last forward pass: parameter gradients, their message, then the input gradient.
@@ -324,7 +329,8 @@ class Layer(checks.Told):
     # -- at the door ------------------------------------------------------------------------------------------------
 
     def _enter(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs as arrays of this layer's table, checked. ``x`` itself when nothing had to be converted."""
+        """The inputs as arrays of this layer's table, checked. ``x`` itself when nothing had to be converted, and inputs
+        like these came before: then what `compute` makes of them is known, too."""
         if len(x) != (self.num_inputs or max(len(x), 1)):
             raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs or "at least 1"), len(x))
         arrays, table = x, None
@@ -347,7 +353,15 @@ class Layer(checks.Told):
             shape = self.output_shape(*(a.shape for a in arrays))
             self._adopt(table or self.ops, arrays[0].dtype)  # last: what is refused leaves no trace
             self._checked = facts, shape
+            arrays = (*arrays,)
         return arrays
+
+    def _require_result(self, y: Any) -> None:
+        shape = self._checked[1]
+        if getattr(y, "shape", None) != shape:
+            self._checked = None  # asked again, it complains again
+            text = f"compute gives {checks.describe(y)}, output_shape says {shape}"
+            raise checks.impossible(self.name, text, f"one of the two of {type(self).__name__} is wrong")
 
     def _enter_gradient(self, dy: Any) -> Any:
         if isinstance(dy, MaskedGradient):
@@ -377,11 +391,14 @@ class Layer(checks.Told):
         return array
 
     def _require_alike(self, argument: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
+        if array.shape == shape and array.dtype == dtype:
+            return
+        if not self.store.holds(self.name):  # then ``shape`` is that of a pass that is over
+            raise nothing_saved(self.name)
         if array.shape != shape:
             raise checks.bad_shape(self.name, argument, str(shape), array.shape, "as in the last forward pass")
-        if array.dtype != dtype:
-            remedy = f"convert it with {argument}.astype({str(dtype)!r})"
-            raise checks.bad_dtype(self.name, argument, dtype, array.dtype, remedy)
+        remedy = f"convert it with {argument}.astype({str(dtype)!r})"
+        raise checks.bad_dtype(self.name, argument, dtype, array.dtype, remedy)
 
     def _adopt(self, ops: ModuleType, dtype: Any) -> None:
         """Take over the table and dtype of the first input; later inputs must agree where parameters live."""

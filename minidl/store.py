@@ -31,6 +31,11 @@ def arrays_of(items: Iterable[Any]) -> Iterator[Any]:
     return (item for item in items if hasattr(item, "itemsize") and not isinstance(item, np.generic) and item.size)
 
 
+def nothing_saved(owner: str) -> RuntimeError:
+    """`forward` did not run, or ran with ``grad=False``."""
+    return checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
+
+
 class Saved(SimpleNamespace):
     """What a layer saved in one forward pass, by name."""
 
@@ -70,8 +75,12 @@ class TensorStore:
         """
         stack = self._stacks.get(owner)
         if not stack:
-            raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
+            raise nothing_saved(owner)
         return Saved(**stack.pop())
+
+    def holds(self, owner: str) -> bool:
+        """Whether there is something of ``owner`` to take."""
+        return bool(self._stacks.get(owner))
 
     def forget(self, owner: str) -> None:
         """Let go of everything ``owner`` saved: it runs forward again, and nobody went back through the last time."""

@@ -116,7 +116,6 @@ def test_a_layer_may_save_nothing():
 FAULTS = {
     "slope": "input 0: gradient says",
     "one element": "input 0: gradient says",
-    "shape": "output_shape says",
     "writes": "input 0 was written to",
     "spoils": "gradient of the output was written to",
     "keeps": r"forward\(grad=False\) saved something",
@@ -155,7 +154,7 @@ class Weighted(m.Layer):
 OWN_FAULTS = {
     "first": (AssertionError, r"w: the gradient of a second micro-batch is not added; see `first` of grad\('w'\)"),
     "add": (AssertionError, r"backward\(dy, add\) is not the gradient plus add"),
-    "nothing": (AssertionError, "forward gives NoneType None, expected float32 of shape"),
+    "nothing": (ValueError, "weighted: compute gives NoneType None, output_shape says"),
     "no gradient": (AssertionError, "the gradient of input 0 is NoneType None, expected float32 of shape"),
     "wide": (AssertionError, "the gradient of input 0 is float64 array of shape"),
     "unsaved": (AttributeError, "nothing was saved as 'y'; saved: x"),
@@ -197,6 +196,15 @@ def test_a_layer_written_as_elsewhere_is_told_how_it_is_written_here():
 def test_every_fault_is_found(fault):
     with pytest.raises(AssertionError, match=FAULTS[fault]):
         m.check_layer(Square(fault), (3, 4, 5))
+
+
+def test_an_output_of_another_shape_than_told_is_refused_as_often_as_it_comes():
+    graph = m.Graph()
+    model = m.Model(graph.output(Square("shape")(graph.input((4, 5, 6)))))
+    x, told = np.ones((3, 4, 5, 6), f32), r"square: compute gives float32 array .*, output_shape says \(3, 4, 5, 6, 1\)"
+    for call in (model, model, lambda x: model(x, grad=False), lambda x: m.check_layer(Square("shape"), x.shape)):
+        with pytest.raises(ValueError, match=told):
+            call(x)
 
 
 def test_a_wrong_parameter_gradient_is_found():

@@ -427,6 +427,26 @@ def test_forward_passes_that_nobody_goes_back_through_are_forgotten(cpu_ops, rng
         layer.backward(np.zeros((3, 5), np.float32))
 
 
+def test_a_gradient_without_a_pass_to_go_back_through_is_not_refused_for_its_shape(cpu_ops):
+    graph = m.Graph()
+    model = m.Model(graph.output(m.Linear(7, 5, name="fc")(graph.input((7,)))))
+    optimizer, x = m.SGD(model, 0.1), np.zeros((4, 7), np.float32)
+    for before in (lambda y: (model.backward(y), optimizer.step()), lambda y: None):
+        before(model(x))
+        dy = model(x[:2], grad=False)
+        with pytest.raises(RuntimeError, match="fc: backward without a forward pass to go back through"):
+            model.backward(dy)
+
+
+def test_layers_are_called_with_the_options_of_forward(cpu_ops):
+    layer, x = m.Linear(7, 5), np.ones((3, 7), np.float32)
+    np.testing.assert_array_equal(layer(x, grad=False), layer(x))
+    layer(x, grad=False)
+    assert layer.store.saved_bytes == x.nbytes, "of the call before"
+    with pytest.raises(TypeError, match="linear on nodes of a graph: takes no argument 'grad'"):
+        layer(m.Graph().input((7,)), grad=False)
+
+
 def test_a_failed_backward_pass_leaves_the_layer_usable(cpu_ops, rng, monkeypatch):
     layer, x = m.Linear(7, 5), spread(rng, (3, 7))
     y = layer(x)

@@ -20,7 +20,7 @@ from minidl.memory.program import Operation
 from minidl.memory.recording import Place, Run, mapped
 from minidl.memory.script import Request, Script, rebuild
 from minidl.profile import Profiler
-from minidl.store import Saved, TensorStore
+from minidl.store import Saved, TensorStore, nothing_saved
 
 _PASSES = ("forward", "backward_weight", "backward_data")
 
@@ -304,9 +304,12 @@ class ScriptedStore(TensorStore):
         if self._script is None:
             return super().take(owner)
         if owner not in self._frames:
-            raise checks.order(owner, "backward without a forward pass to go back through", "call forward() first")
+            raise nothing_saved(owner)
         items = self._frames.pop(owner)
         return Saved(**{name: self._back(f"{owner}.{name}", item) for name, item in items.items()})
+
+    def holds(self, owner: str) -> bool:
+        return super().holds(owner) if self._script is None else owner in self._frames
 
     def _back(self, saver: str, item: Any) -> Any:
         """A saved array where it is when it has come back."""
