@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,10 +88,19 @@ def require_place(who: str, argument: str, path: str | os.PathLike, kind: str = 
     there = next(place for place in (path, *path.absolute().parents) if place.exists())
     above = kind == "folder" or there != path
     problem = f"{there} is a {'file' if above else 'folder'}" if there.is_dir() != above else None
-    if problem is None and not os.access(there, os.W_OK | (os.X_OK if above else 0)):
+    if problem is None and not (_takes_files(there) if above else os.access(there, os.W_OK)):
         problem = f"{there} cannot be written to"
     if problem is not None:
         raise checks.bad_value(who, argument, f"a {kind}, there already or to be made", str(path), problem)
+
+
+def _takes_files(folder: Path) -> bool:
+    """By a file without a name: the mode of a folder does not tell of /proc, or of what is mounted to be read."""
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError:
+        return False
+    return True
 
 
 def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
@@ -190,8 +200,9 @@ def match(
 
     Raises:
         ValueError: lists everything that is missing, unexpected or of another shape or dtype.
-        TypeError: what was found is no array.
+        TypeError: what was found is no mapping, or no array.
     """
+    require_mapping(found, who)
     wanted = {name: _kind(value) for name, value in expected.items()}
     given = {name: _kind_of(value, f"{who}: {name}") for name, value in found.items()}
     different = [
@@ -207,6 +218,17 @@ def match(
     problems = [f"{len(names)} {group}: {checks.some(names)}" for group, names in groups.items() if names]
     if problems:
         raise ValueError(f"{who} does not fit: {'; '.join([*problems, remedy] if remedy else problems)}")
+
+
+def require_mapping(found: Any, who: str) -> None:
+    """Refuse the path of a file, and whatever else is no state.
+
+    Raises:
+        TypeError: naming ``who``.
+    """
+    if not isinstance(found, Mapping):
+        remedy = "interchange.import_weights reads files"
+        raise checks.bad_dtype("", who, "a mapping of names to arrays", checks.describe(found), remedy)
 
 
 def require_json(value: Any, where: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -107,16 +108,33 @@ _CALLED_HERE = {
     "Trainer": "train.Trainer",
     "UpSampling2D": "Upsample",
     "ZeroPad2d": "Pad",
+    # Modules and functions of torch, and what its modules of optimizers and schedules hold.
+    "CosineAnnealingLR": "schedule.Cosine",
+    "LinearLR": "schedule.Warmup",
+    "MultiStepLR": "schedule.Step",
+    "OneCycleLR": "schedule.OneCycle",
+    "PolynomialLR": "schedule.Polynomial",
+    "StepLR": "schedule.Step",
+    "Tensor": "get_ops(device).from_host(array); on the CPU arrays are NumPy's",
+    "functional": "get_ops(device), whose functions take arrays",
+    "inference_mode": "Model's and Layer's forward(x, grad=False)",
+    "load": "interchange.import_weights(model, path)",
+    "nn": "Conv2d, ReLU and so on of minidl itself",
+    "no_grad": "Model's and Layer's forward(x, grad=False)",
+    "save": "interchange.export_weights(model, path)",
+    "tensor": "get_ops(device).from_host(array); on the CPU arrays are NumPy's",
 }
 
 
-def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
+def elsewhere(name: str, known: Iterable[str], module: str = "minidl") -> AttributeError:
     """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else None
     if name in _CALLED_HERE:
         remedy = f"here it is {_CALLED_HERE[name]}"
-    return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
+    elif not name.startswith("_") and name in sys.modules["minidl"].__all__:
+        remedy = f"here it is minidl.{name}"
+    return AttributeError(_sentence("", f"{module} has no {name}", remedy), name=name)
 
 
 def some(names: Iterable[str], most: int = 8) -> str:
@@ -192,9 +210,9 @@ def images_first(shape: Sequence[int], channels: int) -> str | None:
     return "NCHW? Pass x.permute(0, 2, 3, 1).contiguous() (torch) or x.transpose(0, 2, 3, 1) (numpy)"
 
 
-def unexpected(who: str, arguments: Iterable[str]) -> TypeError:
+def unexpected(who: str, arguments: Iterable[str], remedy: str | None = None) -> TypeError:
     """``ReLU: takes no argument 'inplace'``."""
-    return TypeError(_sentence(who, f"takes no argument {', '.join(map(repr, arguments))}", None))
+    return TypeError(_sentence(who, f"takes no argument {', '.join(map(repr, arguments))}", remedy))
 
 
 def missing_extra(what: str, extra: str, cause: BaseException | None = None) -> ImportError:

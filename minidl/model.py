@@ -407,7 +407,9 @@ class Model(checks.Told):
 
         Raises:
             ValueError: listing what is missing, unexpected, or of another shape or dtype.
+            TypeError: no mapping of names to arrays.
         """
+        checkpoint.require_mapping(state, "state")
         left = []
         if not strict:
             own = self.state_dict()

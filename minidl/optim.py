@@ -29,6 +29,10 @@ _GROWTH_INTERVAL = 2000
 TOUCHED = 20  # bytes of an update for each parameter: weight and momentum twice, the gradient
 
 
+def __getattr__(name: str) -> None:
+    raise checks.elsewhere(name, globals(), __name__)
+
+
 @dataclass(frozen=True)
 class ParameterGroup:
     """Parameters whose full name matches ``pattern`` (``fnmatch``): another learning rate or weight decay.

@@ -20,6 +20,10 @@ _FORMS = (
 )  # fmt: skip
 
 
+def __getattr__(name: str) -> None:
+    raise checks.elsewhere(name, globals(), __name__)
+
+
 @dataclass(frozen=True)
 class Constant:
     """``lr`` at every step."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -31,11 +33,20 @@ def test_a_foreign_name_tells_one_that_exists(name):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("Conv2dd", "did you mean Conv2d?"), ("Xyzzy", "has no Xyzzy$")],
+    [
+        ("Conv2dd", "did you mean Conv2d?"),
+        ("Xyzzy", "has no Xyzzy$"),
+        ("optim.Adam", "^minidl.optim has no Adam; here it is AdamW with weight_decay=0$"),
+        ("optim.AdamW", "^minidl.optim has no AdamW; here it is minidl.AdamW$"),
+        ("optim.SDG", "did you mean SGD?"),
+        ("schedule.CosineAnnealingLR", "^minidl.schedule has no CosineAnnealingLR; here it is schedule.Cosine$"),
+        ("schedule._xyzzy", "has no _xyzzy$"),
+    ],
 )
 def test_other_names_tell_what_is_near(name, words):
+    module, _, short = f"minidl.{name}".rpartition(".")
     with pytest.raises(AttributeError, match=words.replace("?", r"\?")):
-        m.__getattr__(name)
+        getattr(importlib.import_module(module), short)
 
 
 @pytest.mark.parametrize(
@@ -44,9 +55,17 @@ def test_other_names_tell_what_is_near(name, words):
         (lambda: m.ReLU(inplace=True), "ReLU: takes no argument 'inplace'"),
         (lambda: m.Softmax(dim=1), "Softmax: takes no argument 'dim'"),
         (lambda: m.Flatten(start_dim=1, end_dim=2), "Flatten: takes no argument 'start_dim', 'end_dim'"),
+        (lambda: models.mlp(hiden=(3,)), "mlp: takes no argument 'hiden'"),
+        *(
+            (
+                partial(build, **{word: True}),
+                rf"{name}: takes no argument '{word}'; interchange.import_weights\(model, .*",
+            )
+            for (name, build), word in product(models.MODELS.items(), ("pretrained", "weights"))
+        ),
     ],
 )
-def test_an_argument_that_a_layer_lacks_is_named_with_it(make, words):
+def test_an_argument_that_a_layer_or_a_network_lacks_is_named_with_it(make, words):
     with pytest.raises(TypeError, match=f"^{words}$"):
         make()
 
@@ -88,6 +107,25 @@ def test_models_and_losses_are_called_and_batches_unpacked_as_elsewhere():
     model = made["Model"]
     np.testing.assert_array_equal(model(images), model.forward(images))
     assert m.SoftmaxCrossEntropy()(model(images), labels).loss == made["Totals"].loss
+
+
+def test_totals_are_printed_in_a_line_without_a_wait_for_the_device(monkeypatch):
+    totals = trained()["Totals"]
+    x = np.zeros((2, 3), np.float32)
+    monkeypatch.setattr(type(totals), "read", None)
+    assert str(totals) == "Totals of SoftmaxCrossEntropy, still on the device; read .loss and .accuracy"
+    assert f"{m.MSELoss()(x, x)}".endswith("read .loss")
+
+
+@pytest.mark.parametrize("options", [{}, {"strict": False}])
+@pytest.mark.parametrize("state", ["x.pt", None])
+def test_a_state_is_no_path(options, state):
+    model, layer = trained()["Model"], m.Linear(4, 3)
+    told = r"must be a mapping of names to arrays, got .*; interchange.import_weights reads files$"
+    with pytest.raises(TypeError, match=f"^state {told}"):
+        model.load_state_dict(state, **options)
+    with pytest.raises(TypeError, match=f"^state of linear {told}"):
+        layer.load_state_dict(state)
 
 
 def test_nodes_say_which_layers_join_them():

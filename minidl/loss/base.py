@@ -56,6 +56,10 @@ class Totals(checks.Told):
     num_classes: int | None
     of: Loss
 
+    def __repr__(self) -> str:
+        what = ".loss and .accuracy" if self.of.classifies else ".loss"
+        return f"Totals of {type(self.of).__name__}, still on the device; read {what}"
+
     def read(self) -> Sums:
         """The sums over the batch of all ranks.
 

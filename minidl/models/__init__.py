@@ -59,20 +59,27 @@ def usual_task(name: str, side: int | None = None, classes: int | None = None) -
     return side, usual["num_classes"] if classes is None else classes
 
 
-def _builder(name: str) -> Callable[..., Graph]:
-    """The function called ``name``.
+def _builder(name: str | Callable[..., Graph]) -> Callable[..., Graph]:
+    """The function called ``name``, or given in its place.
 
     Raises:
         ValueError: no such function, or one of other arguments.
     """
+    if not isinstance(name, str):
+        remedy = "pass the function, not its result" if isinstance(name, Graph) else None
+        return _fitting("network", name, checks.wording(name), remedy)
     if ":" not in name and name not in MODELS:
         error = checks.unknown("model", name, MODELS)
         error.add_note("mynet:build names the function build of your mynet.py")
         raise error
-    found = named("model", name) if ":" in name else MODELS[name]
+    return _fitting("model", named("model", name) if ":" in name else MODELS[name], name)
+
+
+def _fitting(argument: str, found: Any, name: str, remedy: str | None = None) -> Callable[..., Graph]:
     wanted = {"num_classes", "image_shape"}
     if not callable(found) or not wanted <= set(inspect.signature(found).parameters):
-        raise checks.bad_value("", "model", "a function of num_classes and image_shape, as models.resnet20", name)
+        expected = "a function of num_classes and image_shape, as models.resnet20"
+        raise checks.bad_value("", argument, expected, name, remedy)
     return found
 
 
@@ -81,11 +88,17 @@ def __getattr__(name: str) -> None:
 
 
 def build(
-    name: str, image_shape: tuple[int, int, int], num_classes: int, *, sync_batch_norm: bool = False, **options: Any
+    name: str | Callable[..., Graph],
+    image_shape: tuple[int, int, int],
+    num_classes: int,
+    *,
+    sync_batch_norm: bool = False,
+    **options: Any,
 ) -> Graph:
     """The network called ``name``, a known one or ``"module:function"``, for images of (H, W, C) and some classes.
 
     Args:
+        name: or the function itself.
         sync_batch_norm: batch norms take their statistics over all ranks.
 
     Raises:
@@ -94,6 +107,7 @@ def build(
         TypeError: a function that returns no `Graph`.
     """
     builder = _builder(name)
+    name = name if isinstance(name, str) else getattr(name, "__name__", "network")
     unknown = set(options) - set(inspect.signature(builder).parameters)
     if unknown:
         raise checks.bad_value(name, "options", "arguments that this model has", sorted(unknown), "leave them out")

@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec
 
-from minidl.graph import Node, scope
+from minidl import checks
+from minidl.graph import Graph, Node, scope
 from minidl.initializers import Initializer, kaiming_normal
 from minidl.layer import Layer
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Mul, ReLU, Sigmoid
 
 Activation = Callable[..., Layer]
+P = ParamSpec("P")
+
+
+def network(build: Callable[P, Graph]) -> Callable[P, Graph]:
+    """``build``, which names itself when it is given an argument that it has not, and tells where weights come from."""
+
+    @wraps(build)
+    def named(*args: P.args, **options: P.kwargs) -> Graph:
+        if unknown := options.keys() - inspect.signature(build).parameters:
+            weights = unknown & {"pretrained", "weights"}
+            remedy = "interchange.import_weights(model, path) reads weights from a file" if weights else None
+            raise checks.unexpected(build.__name__, sorted(unknown), remedy)
+        return build(*args, **options)
+
+    return named
 
 
 def conv_norm(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, AvgPool2d, BatchNorm2d, Concat, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from minidl.models.blocks import network
 
 _GROWTH = 32
 _BOTTLENECK = 4  # a 1×1 convolution first reduces to this many times the growth
@@ -27,6 +28,7 @@ def _dense_layer(x: Node) -> Node:
     return Concat()(x, y)
 
 
+@network
 def densenet121(num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3)) -> Graph:
     """Four dense blocks of 6, 12, 24 and 16 layers with growth 32; transitions halve channels and image."""
     graph = Graph()

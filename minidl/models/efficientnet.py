@@ -5,7 +5,7 @@ from __future__ import annotations
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU, StochasticDepth
-from minidl.models.blocks import conv_norm, squeeze_excitation
+from minidl.models.blocks import conv_norm, network, squeeze_excitation
 
 # expansion, kernel, stride of the first block, channels, blocks
 _STAGES = (
@@ -35,6 +35,7 @@ def _mb_conv(x: Node, channels: int, kernel: int, stride: int, expansion: int, d
     return Add()(x, StochasticDepth(drop, name="stochastic_depth")(y))
 
 
+@network
 def efficientnet_b0(
     num_classes: int = 1000,
     image_shape: tuple[int, int, int] = (224, 224, 3),

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from minidl.graph import Graph
 from minidl.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from minidl.models.blocks import network
 
 
+@network
 def mlp(num_classes: int = 10, image_shape: tuple[int, ...] = (28, 28, 1), hidden: Sequence[int] = (128, 128)) -> Graph:
     """Fully connected layers with ReLU between them on flattened images."""
     graph = Graph()
@@ -17,6 +19,7 @@ def mlp(num_classes: int = 10, image_shape: tuple[int, ...] = (28, 28, 1), hidde
     return graph.output(Linear(x.shape[-1], num_classes, name=f"fc{len(hidden) + 1}")(x))
 
 
+@network
 def lenet(num_classes: int = 10, image_shape: tuple[int, int, int] = (28, 28, 1)) -> Graph:
     """LeNet-5 (LeCun et al. 1998) with ReLU and max pooling: two 5×5 convolutions and three fully connected layers."""
     graph = Graph()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from minidl import checks
 from minidl.graph import Graph, Node, scope
 from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, ReLU6
-from minidl.models.blocks import conv_norm, divisible
+from minidl.models.blocks import conv_norm, divisible, network
 
 # expansion, channels, blocks, stride of the first
 _STAGES = (
@@ -27,6 +27,7 @@ def _inverted_residual(x: Node, channels: int, stride: int, expansion: int) -> N
     return Add()(x, y) if stride == 1 and x.shape[-1] == channels else y
 
 
+@network
 def mobilenet_v2(
     num_classes: int = 1000,
     image_shape: tuple[int, int, int] = (224, 224, 3),

@@ -13,6 +13,7 @@ from functools import partial
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, BatchNorm2d, Conv2d, Flatten, Linear, MaxPool2d, ReLU
+from minidl.models.blocks import network
 
 Block = Callable[[Node, int, int, bool], Node]
 
@@ -83,7 +84,7 @@ def _named(name: str, block: Block, depths: tuple[int, ...]) -> Callable[..., Gr
     function = partial(_imagenet, block, depths)
     function.__name__ = name
     function.__doc__ = f"{name}: {_imagenet.__doc__} Blocks per stage: {depths}."
-    return function
+    return network(function)
 
 
 resnet18 = _named("resnet18", _basic, (2, 2, 2, 2))
@@ -95,6 +96,7 @@ resnext50_32x4d = _named("resnext50_32x4d", partial(_bottleneck, groups=32, grou
 wide_resnet50_2 = _named("wide_resnet50_2", partial(_bottleneck, group_width=128), (3, 4, 6, 3))
 
 
+@network
 def resnet20(num_classes: int = 10, image_shape: tuple[int, int, int] = (32, 32, 3)) -> Graph:
     """The 20-layer network for small images of section 4.2 of the paper: three stages of three basic blocks, 16 wide.
 

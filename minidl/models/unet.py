@@ -5,6 +5,7 @@ from __future__ import annotations
 from minidl import checks
 from minidl.graph import Graph, Node, scope
 from minidl.layers import BatchNorm2d, Concat, Conv2d, ConvTranspose2d, MaxPool2d, Pad, ReLU
+from minidl.models.blocks import network
 
 
 def _double_conv(x: Node, width: int) -> Node:
@@ -16,6 +17,7 @@ def _double_conv(x: Node, width: int) -> Node:
     return x
 
 
+@network
 def unet(
     num_classes: int = 2,
     image_shape: tuple[int, int, int] = (256, 256, 3),

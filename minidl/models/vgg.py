@@ -5,10 +5,12 @@ from __future__ import annotations
 from minidl.graph import Graph, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, BatchNorm2d, Conv2d, Dropout, Flatten, Linear, MaxPool2d, ReLU
+from minidl.models.blocks import network
 
 _BLOCKS = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))  # width, convolutions; a 2×2 pooling after each
 
 
+@network
 def vgg16(
     num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3), batch_norm: bool = False
 ) -> Graph:
@@ -37,6 +39,7 @@ def vgg16(
     return graph.output(x)
 
 
+@network
 def vgg16_bn(num_classes: int = 1000, image_shape: tuple[int, int, int] = (224, 224, 3)) -> Graph:
     """VGG-16 with a batch norm after every convolution."""
     return vgg16(num_classes, image_shape, batch_norm=True)
