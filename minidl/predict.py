@@ -76,7 +76,9 @@ class Predictor:
         self.path = checkpoint.latest(path) if Path(path).is_dir() else Path(path)
         tensors, state = checkpoint.load(self.path)
         if "task" not in state:
-            raise ValueError(f"{self.path} does not say what its network is for; checkpoints of a Trainer do")
+            remedy = "minidl.sparse.resized reads a shrunk network, load_compressed a .mdz (docs/sparse.md)"
+            what = "has weights only and does not say what its network is for, as checkpoints of a Trainer do"
+            raise ValueError(f"{self.path} {what}; {remedy}")
         self.settings: dict[str, Any] = state.get("settings", {})
         self._task: dict[str, Any] = state["task"]
         self.shape: tuple[int, int, int] = tuple(self._task["shape"])
@@ -92,8 +94,6 @@ class Predictor:
 
     def _graph(self, network: str | Callable[..., Graph] | None) -> Graph:
         outputs = self._task["outputs"]
-        if callable(network):
-            return network(num_classes=outputs, image_shape=self.shape)
         options = models.parse_options(self.settings.get("model_options")) if network is None else {}
         network = network or self.settings.get("model")
         if network is None:

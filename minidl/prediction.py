@@ -120,7 +120,8 @@ def _rows(a: argparse.Namespace, predictor: Predictor, dataset: Dataset, display
     own = []
     for part in predictor.batches(dataset, a.batch, workers=a.workers):
         if part.labels.ndim != 1:
-            raise checks.bad_shape("", "labels of the data set", "(), a class for each image", part.labels.shape[1:])
+            reason = "this network answers for whole images, and the data set has a label for each pixel"
+            raise checks.impossible("", reason, "--data names another")
         order = np.argsort(-part.probabilities, axis=-1, kind="stable")[:, :top]
         for i, classes in enumerate(order):
             place = part.first_sample + i

@@ -205,6 +205,15 @@ def test_a_checkpoint_of_python_has_to_name_its_network(tmp_path):
         assert predictor.classes == ["no", "yes"] and predictor.shape == (6, 5, 3)
         logits = model.forward(dataset.images - np.float32(0.1), grad=False)
         np.testing.assert_array_equal(predictor.predict(dataset, 8).argmax(1), logits.argmax(1))
+    for network, words in (
+        (lambda: models.mlp(2, (6, 5, 3)), "got '<function .*>'$"),
+        (models.mlp(2, (6, 5, 3)), "got '<.*Graph object>'; pass the function, not its result"),
+    ):
+        told = f"network must be a function of num_classes and image_shape, as models.resnet20, {words}"
+        with pytest.raises(ValueError, match=told):
+            Predictor(tmp_path, network=network)
+    with pytest.raises(TypeError, match="result must be a Graph that knows its output, got NoneType"):
+        Predictor(tmp_path, network=lambda num_classes, image_shape: None)
     with pytest.raises(ValueError, match=r"does not fit: .*--model names the network"):
         Predictor(tmp_path, network="resnet20")
     with pytest.raises(ValueError, match=r"images must have shape \(6, 5, 3\), as in training, got \(2, 2, 3\)"):
@@ -212,7 +221,7 @@ def test_a_checkpoint_of_python_has_to_name_its_network(tmp_path):
     trained(tmp_path / "named", settings={"model": "mlp"})
     assert len(Predictor(tmp_path / "named").predict(dataset)) == 8
     checkpoint.save(tmp_path / "other.safetensors", {}, {})
-    with pytest.raises(ValueError, match="does not say what its network is for"):
+    with pytest.raises(ValueError, match=r"has weights only .* minidl\.sparse\.resized .* load_compressed a \.mdz"):
         Predictor(tmp_path / "other.safetensors")
 
 
@@ -299,7 +308,7 @@ def test_labels_of_pixels_are_no_test_set_of_whole_images(tmp_path, capsys):
     common = ("train", "--device", "cpu", "--model", "mlp", "--output", tmp_path, "--epochs", 1)
     assert run_cli(capsys, *common)[0] == 0
     status, _, err = run_cli(capsys, "predict", tmp_path, "--data", "coins")
-    assert status == 2 and "labels of the data set must have shape (), a class for each image, got (8, 8)" in err
+    assert status == 2 and "answers for whole images, and the data set has a label for each pixel; --data" in err
 
 
 def test_masks_are_of_files_that_can_be_told_apart(coins, tmp_path, capsys):
