@@ -24,9 +24,18 @@ def require_built(folder: Path) -> None:
     ]
     if missing:
         python = f"Python {sys.version_info.major}.{sys.version_info.minor}"
-        which = "its compiled modules" if len(missing) == len(sources) else ", ".join(missing)
+        which = f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'}"
+        which = "its compiled modules are" if len(missing) == len(sources) else which
         remedy = f"make -C {folder.parent} build PYTHON={sys.executable}"
         raise ImportError(f"minidl in {folder} is not built for {python}: {which} missing; build with: {remedy}")
 
 
-require_built(Path(__file__).parent)
+try:
+    require_built(Path(__file__).parent)
+except ImportError as error:
+    # The command gets no further than this: its line is written here. "-m" stands there while Python looks for what
+    # follows it.
+    if [Path(program).name for program in sys.argv[:1]] not in (["minidl"], ["-m"]):
+        raise
+    print(f"minidl: {error}", file=sys.stderr)
+    sys.exit(2)

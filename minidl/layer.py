@@ -329,8 +329,10 @@ class Layer(checks.Told):
     # -- at the door ------------------------------------------------------------------------------------------------
 
     def _enter(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs as arrays of this layer's table, checked. ``x`` itself when nothing had to be converted, and inputs
-        like these came before: then what `compute` makes of them is known, too."""
+        """The inputs as arrays of this layer's table, checked.
+
+        ``x`` itself when nothing had to be converted and the last inputs were alike: what `compute` gives is checked.
+        """
         if len(x) != (self.num_inputs or max(len(x), 1)):
             raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs or "at least 1"), len(x))
         arrays, table = x, None

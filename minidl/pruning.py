@@ -141,6 +141,8 @@ def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply are errors; those of compressed files get their usual values."""
     if a.scan and a.compress:
         raise checks.bad_value("", "--compress", "left out with --scan, which trains nothing", True)
+    if a.scan and a.start is None and a.resume is None:
+        raise ValueError("--scan needs --start, the network to look at")
     for name, usual in _COMPRESSING.items():
         given = getattr(a, name)
         if given is not None and not a.compress:

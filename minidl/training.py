@@ -412,6 +412,8 @@ def _limited(
         raise ValueError("--host-momentum is for steps with --memory-limit and --gradients ring")
     if a.memory_limit is None:
         return None
+    if model.ops.name == "cpu":
+        raise ValueError("--memory-limit is for GPUs; this run is on the CPU")
     other = a.optimizer if a.optimizer != "sgd" else "mixed images" if a.mixup is not None else None
     if other or a.average is not None:
         raise ValueError(f"--memory-limit plans steps of sgd, not of {other or 'averaged weights'}")

@@ -102,7 +102,15 @@ def test_a_copy_that_is_not_built_is_told_so_and_how_to_build_it(tmp_path):
     command = [sys.executable, "-c", "import minidl"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
     told = done.stderr.splitlines()[-1]
-    assert "is not built" in told and f"make -C {tmp_path} build PYTHON={sys.executable}" in told
+    assert "its compiled modules are missing" in told and f"make -C {tmp_path} build PYTHON={sys.executable}" in told
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "minidl"  # as pip writes it
+    script.write_text("from minidl.cli import main\nmain()\n")
+    for program in (["-m", "minidl"], [str(script)]):
+        command = [sys.executable, *program, "doctor"]
+        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=environment)
+        assert done.returncode == 2 and done.stderr == f"minidl: {told.removeprefix('ImportError: ')}\n"
 
 
 def test_what_a_newer_commit_has_to_compile_is_named(tmp_path):
@@ -110,7 +118,7 @@ def test_what_a_newer_commit_has_to_compile_is_named(tmp_path):
     for name in ("_old", "_loops"):
         (tmp_path / "memory" / f"{name}.pyx").touch()
     (tmp_path / "memory" / f"_old{EXTENSION_SUFFIXES[0]}").touch()
-    with pytest.raises(ImportError, match=r"not built for Python \d.\d+: memory/_loops missing"):
+    with pytest.raises(ImportError, match=r"not built for Python \d.\d+: memory/_loops is missing"):
         require_built(tmp_path)
     (tmp_path / "memory" / f"_loops{EXTENSION_SUFFIXES[-1]}").touch()
     require_built(tmp_path)

@@ -141,6 +141,7 @@ def test_a_scan_trains_nothing(tmp_path, capsys, granularity, columns, rows):
     (["--clusters", "8"], "--clusters must be left out without --compress, got 8"),
     (["--share-epochs", "0"], "--share-epochs must be left out without --compress, got 0"),
     (["--scan", "--compress"], "--compress must be left out with --scan, which trains nothing"),
+    (["--scan"], "--scan needs --start, the network to look at"),
     (["--batch", "0"], "--batch must be an integer of at least 1, got 0"),
     (["--start", "nowhere"], "there is no file nowhere"),
 ])  # fmt: skip

@@ -177,6 +177,8 @@ ERRORS = {
     ("--epochs", "0"): "--epochs must be an integer of at least 1, got 0",
     ("--output", ""): "--output must be a folder, got ''",
     ("--output", __file__): f"output must be a folder, there already or to be made, got '{__file__}'",
+    ("--output", "/proc/x"): "output must be a folder, there already or to be made, got '/proc/x'; /proc cannot be",
+    ("--device", "cpu", "--memory-limit", "1GB"): "--memory-limit is for GPUs; this run is on the CPU",
     ("--schedule", "spiral"): "spiral",
     ("--data", "synthetic", "--samples", "0"): "n must be",
     ("--data", "synthetic", "--image-size", "0"): "shape must be",
@@ -190,8 +192,8 @@ ERRORS = {
 
 @pytest.mark.parametrize("arguments", ERRORS)
 def test_wrong_arguments_are_one_clear_line(arguments, tmp_path, capsys):
-    status, _, err = run_cli(capsys, "train", "--output", str(tmp_path), *arguments)
-    assert status == 2
+    status, out, err = run_cli(capsys, "train", "--output", str(tmp_path), *arguments)
+    assert status == 2 and (out == "" or "--color-jitter" in arguments), "told before the work starts"
     assert err.startswith("minidl train: ") and err.count("\n") == 1
     assert ERRORS[arguments] in err
 
