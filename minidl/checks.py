@@ -221,6 +221,12 @@ def number(who: str, argument: str, value: Any, expected: str, fits: Callable[[f
     return float(value)
 
 
+def function(who: str, argument: str, value: Any, expected: str, remedy: str | None = None) -> None:
+    """TypeError when ``value`` cannot be called, or is a class, of which an instance was meant."""
+    if not callable(value) or isinstance(value, type):
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
+
+
 def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[int, int]:
     """``value`` as a (height, width) pair of integers of at least ``least``."""
     items = (value, value) if hasattr(value, "__index__") else tuple(value) if isinstance(value, Sequence) else ()

@@ -24,7 +24,7 @@ from minidl.segments import ALIGN, Message, Segment, by_name, flattened
 # Layout of the control array, float32 (see the sgd_update operation).
 LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
 _CONTROL_SIZE = 8
-_FIRST_LOSS_SCALE = 2.0**16
+FIRST_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000
 TOUCHED = 20  # bytes of an update for each parameter: weight and momentum twice, the gradient
 
@@ -41,6 +41,11 @@ class ParameterGroup:
     pattern: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            remedy = 'such as "layer1.*"'
+            raise checks.bad_dtype("ParameterGroup", "pattern", "a text", checks.describe(self.pattern), remedy)
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class SGD(checks.Told):
         *,
         decay_norm_and_bias: bool = True,
         groups: Sequence[ParameterGroup] = (),
-        loss_scale: float = _FIRST_LOSS_SCALE,
+        loss_scale: float = FIRST_LOSS_SCALE,
         clip_value: float | None = None,
         clip_norm: float | None = None,
     ):
@@ -124,7 +129,11 @@ class SGD(checks.Told):
         checks.number(who, "loss_scale", loss_scale, "above 0, finite", lambda v: 0 < v < math.inf)
         self.model, self.arena, self.ops = model, model.arena, model.ops
         self.nesterov, self.clip_value, self.clip_norm = nesterov, clip_value, clip_norm
-        self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)
+        self.weight_decay, self.decay_norm_and_bias = weight_decay, decay_norm_and_bias
+        if not isinstance(groups, Iterable):
+            remedy = "write groups=[ParameterGroup(pattern, ...)]"
+            raise checks.bad_dtype(who, "groups", "a sequence of ParameterGroups", checks.describe(groups), remedy)
+        self.groups = tuple(groups)
         self._check_groups()
         self.scales_loss = model.precision.loss_scaling
         control = np.zeros(_CONTROL_SIZE, np.float32)
@@ -200,9 +209,10 @@ class SGD(checks.Told):
         Raises:
             ValueError: when it is negative or not finite.
         """
-        _finite(type(self).__name__, "lr", lr)
+        who = type(self).__name__
+        _finite(who, "lr", lr)
         if lr != self._lr and self.arena.updating:
-            raise checks.order("SGD", "the learning rate changes when part of a step is done", "set it before backward")
+            raise checks.order(who, "the learning rate changes when part of a step is done", "set it before backward")
         if lr != self._lr:
             self.ops.assign(self.control[LR : LR + 1], [lr])
             self._lr = float(lr)

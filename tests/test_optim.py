@@ -90,6 +90,10 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
             m.SGD(model, 0.1, loss_scale=scale)
     with pytest.raises(TypeError, match="groups must be ParameterGroups"):
         m.SGD(model, 0.1, groups=["fc1.*"])
+    with pytest.raises(TypeError, match=r"groups must be a sequence .*; write groups=\[ParameterGroup"):
+        m.SGD(model, 0.1, groups=m.ParameterGroup("*"))
+    with pytest.raises(TypeError, match="ParameterGroup: pattern must be a text, got int 3"):
+        m.ParameterGroup(3)
     with pytest.raises(ValueError, match="lr_scale of fc1"):
         m.SGD(model, 0.1, groups=[m.ParameterGroup("fc1.*", lr_scale=-1)])
     with pytest.raises(ValueError, match="unknown parameter pattern 'conv"):
