@@ -103,7 +103,7 @@ def new_step(setup: Setup, comm: Communicator, group_bytes: int | None = None) -
 def _mode(setup: Setup) -> tuple[ModuleType, Precision]:
     ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
     if precision.tf32 and ops.name == "cpu":
-        raise checks.bad_value("", "--precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+        raise checks.bad_value("", "--precision", "fp32, bf16 or fp16 on the cpu", precision.name)
     return ops, precision
 
 

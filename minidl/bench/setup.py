@@ -14,8 +14,6 @@ from minidl.dist.communicator import Communicator
 from minidl.graph import Graph
 from minidl.layer import Layer
 
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
-
 
 def add_images(p: argparse.ArgumentParser) -> None:
     """The options that tell a `Setup` what images a network is for."""

@@ -90,7 +90,7 @@ def bench_module(
     precision = parse_precision(precision)
     require_ways(ways, ("cold" if device == "cpu" else "replayed", "hot"))
     if precision.tf32 and device == "cpu":
-        raise checks.bad_value("bench", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+        raise checks.bad_value("bench", "precision", "fp32, bf16 or fp16 on the cpu", precision.name)
     network = cast(copy.deepcopy(module), precision, device)
     inputs = _inputs(x, precision, device)
     title = case or f"{type(module).__name__}/{'+'.join('x'.join(map(str, t.shape)) for t in tensors(inputs))}"

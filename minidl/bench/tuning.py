@@ -18,11 +18,12 @@ from minidl import backend, checks, dist, models
 from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
-from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, parse_layer, parse_shape
+from minidl.bench.setup import Setup, add_images, device_of, join, parse_layer, parse_shape
 from minidl.config import Help
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution.conv2d_tuned import NOTHING, Table, identity, install, question_of, table_path
 from minidl.cuda.device import current_device
+from minidl.precision import PRECISIONS
 from minidl.profile import grouping
 from minidl.profile.results import write
 from minidl.profile.scaling import tuned_interference

@@ -349,7 +349,7 @@ def without_masks(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def to_sparse(
     graph: Graph, state: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray], *, threshold: float = 0.7,
-    blocksize: int | None = None,
+    blocksize: int | tuple[int, int] | None = None,
 ) -> list[str]:  # fmt: skip
     """Replace layers of a fresh graph by sparse ones, where the masks are at least ``threshold`` sparse.
 
