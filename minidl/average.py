@@ -33,7 +33,11 @@ class WeightAverage:
         self._inside = False
 
     def update(self) -> None:
-        """After a step of the optimizer: take in the weights; one kernel."""
+        """Take in the weights; one kernel. Call it after ``optimizer.step()``: once a step, not once a micro-batch.
+
+        Raises:
+            RuntimeError: inside `applied`.
+        """
         if self._inside:
             raise checks.order("WeightAverage", "update inside applied()", "leave the block first")
         self.model.ops.blend(self.average, self.model.arena.master, self.decay)

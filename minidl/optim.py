@@ -17,6 +17,7 @@ import numpy as np
 
 from minidl import checkpoint, checks, legality
 from minidl.dist.agree import require_same
+from minidl.layers import RowParallelConv2d
 from minidl.model import Model
 from minidl.profile import PassCost
 from minidl.segments import ALIGN, Message, Segment, by_name, flattened
@@ -224,7 +225,10 @@ class SGD(checks.Told):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out so far because their gradients overflowed. Waits for the device."""
+        """Steps left out because their gradients overflowed, after `load_state_dict` those of the earlier run among them.
+
+        Waits for the device.
+        """
         return int(self.ops.to_host(self.control)[SKIPPED])
 
     def plan(self) -> str:
@@ -236,9 +240,10 @@ class SGD(checks.Told):
         )
 
     def cost(self) -> PassCost:
-        """Least work of `step`: FLOP of the formula; gradients, weights, momentum and the copy that products read.
+        """Least work of one `step` of all trained parameters: FLOP of the formula, and bytes of memory that it moves.
 
-        With loss scaling all gradients are tested before the first is used: they are read twice.
+        Those are of gradients, weights, momentum and the copy that products read. With loss scaling all gradients are
+        tested before the first is used: they are read twice. Clipping is not counted, nor who shares the momentum.
         """
         total = PassCost()
         for s in self._trained:
@@ -348,6 +353,7 @@ class SGD(checks.Told):
             "ring": arena.slots > 0, "in_momentum": arena.adds, "sharded": arena.sharded and several,
             "rounded": arena.wire is not arena.grad,
             "scaled": self.scales_loss, "clipped": self.clip_value is not None or self.clip_norm is not None,
+            "rows": any(isinstance(layer, RowParallelConv2d) and layer.group.size > 1 for layer in self.model.layers),
             "filters": any(layer.parted for layer in self.model.layers),
         }  # fmt: skip
 

@@ -35,9 +35,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what = p.add_subparsers(dest="what", required=True, metavar="WHAT")
     comm = what.add_parser("comm", help="how many bytes of gradients a message should carry, between these ranks")
     comm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    shown = Help
     conv = what.add_parser(
-        "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=shown
+        "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=Help
     )
     conv.add_argument("--model", default="resnet50", help=f"its convolutions: {models.CHOICES}")
     conv.add_argument("--layer", action="append", metavar="TEXT", help="these layers instead: 'Conv2d(64, 64, 3)'")
