@@ -225,7 +225,7 @@ class SGD(checks.Told):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out because their gradients overflowed, after `load_state_dict` those of the earlier run among them.
+        """Steps left out because their gradients overflowed; after `load_state_dict` those of an earlier run count too.
 
         Waits for the device.
         """
