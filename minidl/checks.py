@@ -44,6 +44,11 @@ def bad_dtype(who: str, argument: str, expected: str, got: Any, remedy: str | No
     return TypeError(_sentence(who, f"{argument} must be {expected}, got {got}", remedy))
 
 
+def options(**given: tuple[Any, Any]) -> str:
+    """``, name=value`` of each option, (value, default), that is not its default."""
+    return "".join(f", {name}={value!r}" for name, (value, default) in given.items() if value != default)
+
+
 def bad_value(who: str, argument: str, expected: str, got: Any, remedy: str | None = None) -> ValueError:
     """``Dropout: p must be in [0, 1), got 1.5``."""
     return ValueError(_sentence(who, f"{argument} must be {expected}, got {got!r}", remedy))

@@ -20,7 +20,7 @@ from minidl import backend, checkpoint, checks
 from minidl.dist.communicator import SOLO, Communicator, Work
 from minidl.initializers import Initializer
 from minidl.params import Arena
-from minidl.precision import Precision, bfloat16, float16, float32
+from minidl.precision import Precision, bfloat16, float16, float32, precision_on
 from minidl.precision import precision as parse_precision
 from minidl.profile import Cost, PassCost, Profiler
 from minidl.profile.spans import NULL_PROFILER
@@ -433,12 +433,9 @@ class Layer(checks.Told):
         if self._bound:
             raise checks.order(self.name, "it belongs to a model", "build the Model with device= and precision=")
         state = self.state_dict() if self._arena is not None else None
-        if device is not None or self.ops is None:
-            self.ops = backend.open_device(device or "cpu")
-        self.precision = parse_precision(precision or self.precision or "fp32")
-        if self.tf32 and self.ops.name == "cpu":
-            raise checks.bad_value(self.name, "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
-        self._checked = None
+        ops = backend.open_device(device or "cpu") if device is not None or self.ops is None else self.ops
+        self.precision = precision_on(ops.name, precision or self.precision or "fp32", self.name)
+        self.ops, self._checked = ops, None
         if self.specs or self.buffer_specs:
             self._settle_alone()
             if state is not None:
@@ -467,7 +464,7 @@ class Layer(checks.Told):
             self.to("cpu")
 
     def describe(self) -> str:
-        """Constructor arguments as text."""
+        """Constructor arguments as text, but for what tells how parameters begin: layers that do the same are equal."""
         return ""
 
     def __repr__(self) -> str:

@@ -27,7 +27,7 @@ from minidl.layers.pool2d import pool_beside
 from minidl.messages.factors import most_rows
 from minidl.messages.neighbourhood import ABSORBED, FEW, Departures, Neighbour, departures
 from minidl.params import Arena
-from minidl.precision import Precision, float32
+from minidl.precision import Precision, float32, precision_on
 from minidl.precision import precision as parse_precision
 from minidl.profile import Profiler, grouping, tuned
 from minidl.profile.spans import NULL_PROFILER
@@ -89,9 +89,7 @@ class Model(checks.Told):
         self.graph = graph
         self.output_node = graph.output_node
         self.ops = backend.open_device(device)
-        self.precision = parse_precision(precision)
-        if self.precision.tf32 and device == "cpu":
-            raise checks.bad_value("model", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+        self.precision = precision_on(device, precision, "model")
         self.comm = comm = given(comm, "model")
         self._kernels = tuned.settle(self.ops, comm)
         self.store = store or TensorStore()

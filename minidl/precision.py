@@ -60,3 +60,17 @@ def precision(spec: str | np.dtype | type | Precision) -> Precision:
     if name not in _PRECISIONS:
         raise checks.unknown("precision", name, [*_PRECISIONS, *_ALIASES])
     return _PRECISIONS[name]
+
+
+def precision_on(
+    device: str, spec: str | np.dtype | type | Precision, who: str, argument: str = "precision"
+) -> Precision:
+    """The `precision` of ``spec``, which ``who`` was given as ``argument``, for ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        ValueError: for one that there is not, or not there: TF32 on the CPU.
+    """
+    found = precision(spec)
+    if found.tf32 and device == "cpu":
+        raise checks.bad_value(who, argument, "fp32, bf16 or fp16 on the cpu", found.name)
+    return found

@@ -12,14 +12,6 @@ from math import gcd, prod
 Pair = tuple[int, int]
 
 
-def pair(value: int | Sequence[int]) -> Pair:
-    """``3 -> (3, 3)`` and ``(3, 5) -> (3, 5)``: (height, width)."""
-    if isinstance(value, Sequence):
-        height, width = value
-        return int(height), int(width)
-    return int(value), int(value)
-
-
 def ceil_div(a: int, b: int) -> int:
     """The smallest integer not below ``a / b``, for positive ``b``."""
     return -(-a // b)

@@ -68,12 +68,15 @@ class Origin:
 class Value:
     """An array with notes, which are never owed.
 
-    ``stats``: what ``batch_norm_finalize`` takes, from the producer; ``buffer``: an array whose first channels
-    ``array`` is, and whose others are free for the one `Concat` that continues it; ``signs``: of ``array``, a
-    rectified sum, from ``batch_norm_join``; ``place``: for the convolution that reads this, where its output is to lie
-    (`minidl.layers.join.share_buffers`); ``pooled``: what the max pooling that reads it beside others would make of it,
-    made already (`minidl.layers.pool2d.pool_beside`); ``given``: the value that its producer read, which that has
-    finished on the way, for those who read it as well.
+    Attributes:
+        array: None where it is still owed, and follows from ``origin``.
+        origin: what it was made of.
+        stats: what ``batch_norm_finalize`` takes, from the producer.
+        buffer: an array whose first channels ``array`` is; the others are free for the one `Concat` that continues it.
+        signs: of ``array``, a rectified sum, from ``batch_norm_join``.
+        place: where the convolution that reads this is to write its output (`minidl.layers.join.share_buffers`).
+        pooled: what the max pooling that reads it beside others would make of it (`minidl.layers.pool2d.pool_beside`).
+        given: what the producer read, if it finished that on the way, for others who read it as well.
     """
 
     array: Any = None

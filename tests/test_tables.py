@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 
 import pytest
 
-import minidl.cpu as cpu
+from minidl import cpu, cuda
 
 FUNCTIONS = [name for name in cpu.__all__ if inspect.isfunction(getattr(cpu, name))]
-
-
-@pytest.fixture(scope="module")
-def cuda():
-    try:
-        return importlib.import_module("minidl.cuda")
-    except ModuleNotFoundError as error:
-        if not (error.name or "").startswith("minidl.cuda"):
-            raise
-        pytest.skip(f"the CUDA table is incomplete: {error}")
 
 
 def parameters(function):
     return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
 
 
-def test_the_tables_have_the_same_names(cuda):
+def test_the_tables_have_the_same_names():
     assert set(FUNCTIONS) | {"Array", "name"} == set(cpu.__all__) == set(cuda.__all__)
     assert (cpu.name, cuda.name) == ("cpu", "cuda") and len(FUNCTIONS) > 100
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_signatures_agree(cuda, function):
+def test_signatures_agree(function):
     assert parameters(getattr(cuda, function)) == parameters(getattr(cpu, function))
 
 
@@ -42,7 +31,7 @@ def test_every_operation_says_what_it_does(function):
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
-def test_on_a_gpu_too_or_where_that_stands(cuda, function):
+def test_on_a_gpu_too_or_where_that_stands(function):
     text = inspect.getdoc(getattr(cuda, function))
     assert text
     if text.startswith("As `minidl."):

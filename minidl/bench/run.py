@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from minidl import backend, checks
+from minidl import backend
 from minidl.bench import layers, network
 from minidl.bench.isolated import Case, cases
 from minidl.bench.launches import absorbed, launches
@@ -15,7 +15,7 @@ from minidl.bench.setup import Setup
 from minidl.bench.step import TrainingStep
 from minidl.dist.communicator import Communicator
 from minidl.fusion import fuse
-from minidl.precision import Precision
+from minidl.precision import Precision, precision_on
 from minidl.precision import precision as parse_precision
 from minidl.profile import roofline
 from minidl.profile.all_reduce import timed
@@ -101,10 +101,8 @@ def new_step(setup: Setup, comm: Communicator, group_bytes: int | None = None) -
 
 
 def _mode(setup: Setup) -> tuple[ModuleType, Precision]:
-    ops, precision = backend.open_device(setup.device), parse_precision(setup.precision)
-    if precision.tf32 and ops.name == "cpu":
-        raise checks.bad_value("", "--precision", "fp32, bf16 or fp16 on the cpu", precision.name)
-    return ops, precision
+    ops = backend.open_device(setup.device)
+    return ops, precision_on(ops.name, setup.precision, "", "--precision")
 
 
 def bench_layer(

@@ -22,8 +22,7 @@ from minidl.bench.isolated import Case
 from minidl.bench.layers import budget_on
 from minidl.bench.torch_twin import cast, from_nhwc, load_state, nn, storage, torch, twin
 from minidl.layer import Layer
-from minidl.precision import Precision
-from minidl.precision import precision as parse_precision
+from minidl.precision import Precision, precision_on
 from minidl.profile.timing import Budget, HostTimer, Timing
 
 JOINT = (
@@ -164,9 +163,7 @@ def layer_calls(
     Raises:
         ValueError: for TF32 on the CPU, or shapes that the layer cannot take.
     """
-    precision = parse_precision(precision)
-    if precision.tf32 and device == "cpu":
-        raise checks.bad_value("the PyTorch baseline", "precision", "fp32, bf16 or fp16 on the cpu", "tf32")
+    precision = precision_on(device, precision, "the PyTorch baseline")
     module = twin(layer)
     if layer.ops is not None and (layer.specs or layer.buffer_specs):
         load_state(module, layer.state_dict())

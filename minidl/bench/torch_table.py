@@ -22,8 +22,7 @@ from minidl.bench.torch_calls import Operands, arithmetic, mapped, separate, ten
 from minidl.bench.torch_twin import cast, from_nhwc, layer_of, nn, storage, torch
 from minidl.config import named
 from minidl.dist.communicator import SOLO
-from minidl.precision import Precision
-from minidl.precision import precision as parse_precision
+from minidl.precision import Precision, precision_on
 from minidl.profile import ceilings as measured_ceilings
 from minidl.profile import roofline
 from minidl.profile.cost import Cost, PassCost
@@ -87,10 +86,8 @@ def bench_module(
     Raises:
         ValueError: for TF32 on the CPU; for ways of which torch can do none on the device.
     """
-    precision = parse_precision(precision)
+    precision = precision_on(device, precision, "bench")
     require_ways(ways, ("cold" if device == "cpu" else "replayed", "hot"))
-    if precision.tf32 and device == "cpu":
-        raise checks.bad_value("bench", "precision", "fp32, bf16 or fp16 on the cpu", precision.name)
     network = cast(copy.deepcopy(module), precision, device)
     inputs = _inputs(x, precision, device)
     title = case or f"{type(module).__name__}/{'+'.join('x'.join(map(str, t.shape)) for t in tensors(inputs))}"

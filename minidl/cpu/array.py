@@ -97,9 +97,10 @@ def synchronize() -> None:
 
 
 def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[bool]:
-    """Within, work whose results nobody but more such work reads before `rejoin`: it may run beside what comes next.
+    """Within, work may run on a second stream, beside what comes next: only other work ``aside`` reads its results
+    before `rejoin`.
 
-    Gives whether it may read what was made within others before it.
+    Gives whether it may read what other work ``aside`` has made.
 
     Args:
         flop, moved: what it computes, and the bytes that it moves.
@@ -109,7 +110,7 @@ def aside(flop: float, moved: float, itemsize: int) -> AbstractContextManager[bo
 
 
 def rejoin() -> None:
-    """What comes next may read what was made `aside`."""
+    """What comes next may read all that was made `aside`."""
 
 
 def rows(x: Array) -> Array:

@@ -56,7 +56,7 @@ def _unit_channels(x: Array) -> Array:
 def refuse_tf32(who: str, tf32: int) -> None:
     """Raise if products are to be rounded."""
     if tf32:
-        raise checks.bad_value(who, "tf32", "False on the CPU", tf32, "TF32 exists on the GPU only")
+        raise checks.bad_value(who, "tf32", "0 on the CPU", tf32, "TF32 exists on the GPU only")
 
 
 def _skip_pixels(x: Array, filters: tuple[int, ...], stride: Pair, padding: Pair) -> tuple[Array, Pair]:
@@ -73,7 +73,7 @@ def _is_linear(x_shape: tuple[int, ...], filters: tuple[int, ...], padding: Pair
 @QUIET
 def conv2d(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, relu: bool = False, tf32: bool = False, packed: bool = False, out: Array | None = None,
+    norm: Norm | None = None, relu: bool = False, tf32: int = 0, packed: bool = False, out: Array | None = None,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over r, s, c of x[n, p*stride - padding + r*dilation, ..., c] * w[k, r, s, c] (+ bias[k]).
 
@@ -93,7 +93,7 @@ def conv2d(
         y: (N, P, Q, K), dense but for ``out``, dtype of ``x``.
 
     Raises:
-        ValueError: ``tf32=True``, which only a GPU has.
+        ValueError: where ``tf32`` is not 0, which only a GPU has.
     """
     refuse_tf32("conv2d", tf32)
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -113,7 +113,7 @@ def conv2d(
 
 def conv2d_stats(
     x: Array, w: Array, bias: Array | None = None, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: Norm | None = None, tf32: bool = False, packed: bool = False, finish: bool = True, out: Array | None = None,
+    norm: Norm | None = None, tf32: int = 0, packed: bool = False, finish: bool = True, out: Array | None = None,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d`, and ``batch_norm_stats`` of its result, always finished."""
     geometry = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
@@ -122,7 +122,7 @@ def conv2d_stats(
 
 
 def conv2d_makes_join(
-    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: int = 0
 ) -> bool:
     """Whether a kernel does what `conv2d_join` does: a GPU's may."""
     return False
@@ -131,7 +131,7 @@ def conv2d_makes_join(
 def conv2d_join(
     x: Array, moments: Array, gamma: Array | None, beta: Array | None, add: Array, w: Array, *, stride: Pair,
     padding: Pair, dilation: Pair, groups: int, add_moments: Array | None = None, add_gamma: Array | None = None,
-    add_beta: Array | None = None, tf32: bool = False, statistics: bool = False, finish: bool = True,
+    add_beta: Array | None = None, tf32: int = 0, statistics: bool = False, finish: bool = True,
 ) -> tuple[Array, Array | None, Array, Array | None]:  # fmt: skip
     """A residual sum with its ReLU, and the convolution that reads it first.
 
@@ -154,7 +154,7 @@ def conv2d_join(
 
 
 def conv2d_adds_spaced(
-    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: int = 0
 ) -> bool:
     """Whether the data gradient can add every second pixel of every second line: a GPU's may."""
     return False
@@ -163,7 +163,7 @@ def conv2d_adds_spaced(
 @QUIET
 def conv2d_backward_data(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    bias: Array | None = None, add: Array | None = None, tf32: bool = False, out: Array | None = None,
+    bias: Array | None = None, add: Array | None = None, tf32: int = 0, out: Array | None = None,
 ) -> Array:  # fmt: skip
     """The adjoint of `conv2d` in ``x``: the data gradient, or the forward pass of a transposed convolution.
 
@@ -180,7 +180,7 @@ def conv2d_backward_data(
         dx: (N, H, W, C), dense but for ``out``, dtype of ``dy``.
 
     Raises:
-        ValueError: ``tf32=True``, which only a GPU has.
+        ValueError: where ``tf32`` is not 0, which only a GPU has.
     """
     refuse_tf32("conv2d_backward_data", tf32)
     x_shape = tuple(x_shape)
@@ -198,7 +198,7 @@ def conv2d_backward_data(
 
 def conv2d_backward_data_summed(
     dy: Array, w: Array, x_shape: tuple[int, ...], *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    add: Array | None = None, mask: Array | None = None, tf32: bool = False,
+    add: Array | None = None, mask: Array | None = None, tf32: int = 0,
 ) -> tuple[Array, None]:  # fmt: skip
     """`conv2d_backward_data`, and None: a GPU's may leave parts of its sums, for the bias of the layer below.
 
@@ -212,7 +212,7 @@ def conv2d_backward_data_summed(
 
 
 def conv2d_takes_pair(
-    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: bool = False
+    x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, tf32: int = 0
 ) -> bool:
     """Whether a kernel takes sums for two batch norms in `conv2d_backward_data_masked`: a GPU's may."""
     return False
@@ -221,7 +221,7 @@ def conv2d_takes_pair(
 def conv2d_backward_data_masked(
     dy: Array, w: Array, x: Array, moments: Array, gamma: Array | None = None, beta: Array | None = None, *,
     y: Array | None = None, signs: None = None, other: tuple[Array, Array] | None = None, stride: Pair, padding: Pair,
-    dilation: Pair, groups: int, add: Array | None = None, transposed: bool = False, tf32: bool = False,
+    dilation: Pair, groups: int, add: Array | None = None, transposed: bool = False, tf32: int = 0,
 ) -> tuple[Array, Array]:  # fmt: skip
     """`conv2d_backward_data` masked by the ReLU below, and for ``batch_norm_backward_sums`` the sums of its batch norm.
 
@@ -245,7 +245,7 @@ def conv2d_backward_data_masked(
 
 def conv2d_makes_both(
     x_shape: tuple[int, ...], w: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: bool = False, below: int = 0, add: bool = False, tf32: bool = False,
+    norm: bool = False, below: int = 0, add: bool = False, tf32: int = 0,
 ) -> bool:  # fmt: skip
     """Whether a kernel does what `conv2d_backward_both` does, given a ``norm``, so many batch norms ``below``, and an
     array to ``add``: a GPU's may.
@@ -257,7 +257,7 @@ def conv2d_backward_both(
     dz: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, w: Array, x: Array, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array, accumulate: bool = False,
     norm: Norm | None = None, below: tuple[Array, Array] | None = None, other: tuple[Array, Array] | None = None,
-    add: Array | None = None, tf32: bool = False,
+    add: Array | None = None, tf32: int = 0,
 ) -> tuple[Array, Array | None]:  # fmt: skip
     """Both gradients of a convolution under a batch norm over its batch, from what its output's gradient is made of.
 
@@ -290,7 +290,7 @@ def conv2d_backward_both(
 def conv2d_backward_weight_pooled(
     dz: Array, index: Array, y: Array, moments: Array, gamma: Array | None, sums: Array, count: Array, x: Array, *,
     pooling: Mapping[str, Pair], stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
-    accumulate: bool = False, tf32: bool = False,
+    accumulate: bool = False, tf32: int = 0,
 ) -> None:  # fmt: skip
     """`conv2d_backward_weight` under a batch norm over its batch, a ReLU and a max pooling, from what its output's
     gradient is made of, where nobody else needs that.
@@ -309,7 +309,7 @@ def conv2d_backward_weight_pooled(
 @QUIET
 def conv2d_backward_weight(
     dy: Array, x: Array, *, stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Array,
-    accumulate: bool = False, norm: Norm | None = None, tf32: bool = False,
+    accumulate: bool = False, norm: Norm | None = None, tf32: int = 0,
 ) -> None:  # fmt: skip
     """The gradient of `conv2d` with respect to its filters.
 
@@ -323,7 +323,7 @@ def conv2d_backward_weight(
         norm: as in `conv2d`.
 
     Raises:
-        ValueError: ``tf32=True``, which only a GPU has.
+        ValueError: where ``tf32`` is not 0, which only a GPU has.
     """
     refuse_tf32("conv2d_backward_weight", tf32)
     assert out.dtype == float32 and out.flags.c_contiguous

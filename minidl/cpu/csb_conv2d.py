@@ -21,7 +21,7 @@ Axes = tuple[tuple[int, ...], ...]
 
 def csb_conv2d(
     indptr: Array, indices: Array, values: Array, x: Array, shape: Pair, side: int, *, kernel: Pair, stride: Pair,
-    padding: Pair, dilation: Pair, bias: Array | None = None, tf32: int = False, order: Array | None = None,
+    padding: Pair, dilation: Pair, bias: Array | None = None, tf32: int = 0, order: Array | None = None,
 ) -> Array:  # fmt: skip
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
 
@@ -45,7 +45,7 @@ def csb_conv2d(
 
 def csb_conv2d_backward_data(
     indptr: Array, indices: Array, values: Array, dy: Array, x_shape: tuple[int, ...], shape: Pair, side: int, *,
-    kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, tf32: int = False, order: Array | None = None,
+    kernel: Pair, stride: Pair, padding: Pair, dilation: Pair, tf32: int = 0, order: Array | None = None,
 ) -> Array:  # fmt: skip
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`.
 
@@ -58,7 +58,7 @@ def csb_conv2d_backward_data(
 
 def csb_conv2d_backward_weight(
     indptr: Array, indices: Array, dy: Array, x: Array, shape: Pair, side: int, *, kernel: Pair, stride: Pair,
-    padding: Pair, dilation: Pair, out: Array, accumulate: bool = False, tf32: int = False,
+    padding: Pair, dilation: Pair, out: Array, accumulate: bool = False, tf32: int = 0,
 ) -> None:  # fmt: skip
     """The gradient of the values: ``out`` (nnz,) float32, overwritten, or added to; at the pattern only.
 

@@ -15,7 +15,7 @@ from minidl.cuda.array import as_rows, contiguous, empty
 from minidl.cuda.grid import BLOCK, ints, row_grid, strip_length
 from minidl.cuda.launch import launch
 from minidl.cuda.rows import ACCESS, dense, dtype_code, rows, vector_width
-from minidl.shapes import Pair, ceil_div, pair, pool_output_size
+from minidl.shapes import Pair, ceil_div, pool_output_size
 
 ACCUMULATORS = 32  # float registers that a gathering thread may spend on its pixels
 FULL_DEVICE = 2**17  # threads that keep any current GPU busy; a constant, so that sums are cut alike on all of them
@@ -227,7 +227,7 @@ def adaptive_avg_pool2d(x: Any, output_size: Pair) -> Any:
     """Mean over adaptive bins, (N, P, Q, C): cell p averages rows floor(p*H/P) .. ceil((p+1)*H/P), columns likewise."""
     x = as_rows(x)
     n, height, width, channels = x.shape
-    out_h, out_w = pair(output_size)
+    out_h, out_w = output_size
     y = empty((n, out_h, out_w, channels), x.dtype)
     vec = vector_width(x, y)
     items = y.size // vec

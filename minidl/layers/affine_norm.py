@@ -18,6 +18,7 @@ class AffineNorm(Layer):
     def __init__(self, channels: int, eps: float, affine: bool, name: str | None, weight_init: Initializer = ones):
         super().__init__(name)
         self.eps = checks.number(self.name, "eps", eps, "above 0, finite", lambda v: 0 < v < inf)
+        self.affine = bool(affine)
         if affine:
             self.declare("weight", (channels,), weight_init, product=False)
             self.declare("bias", (channels,), zeros, product=False)
@@ -29,6 +30,10 @@ class AffineNorm(Layer):
         if shape[1] != channels:
             raise checks.bad_shape(self.name, "x", f"(N, {channels})", shape)
         return shape
+
+    def _options(self, affine: str = "affine", **more: tuple[Any, Any]) -> str:
+        """What is not as usual, for `describe`; ``affine``: the name of that argument."""
+        return checks.options(eps=(self.eps, 1e-5), **more, **{affine: (self.affine, True)})
 
     @property
     def _affine(self) -> tuple[Any, Any]:

@@ -88,7 +88,7 @@ class BatchNorm2d(AffineNorm):
         Per element: mean 1, squared deviations 3, ``(x − mean)·scale + shift`` 3 (2 if not affine);
         ``Σ dy`` 1, ``Σ dy·(x − mean)`` 3; ``slope·(dy − a − (x − mean)·b)`` 5, in evaluation ``slope·dy`` 1.
         """
-        n, affine = prod(shape), bool(self.specs)
+        n, affine = prod(shape), self.affine
         x, vector = n * itemsize, 4 * self.num_features
         moments, parameters = 2 * vector, 2 * vector if affine else 0
         sums = 2 * vector if self.training else 0
@@ -206,7 +206,7 @@ class BatchNorm2d(AffineNorm):
 
     def describe(self) -> str:
         sync = ", sync=True" if self.sync is True else f", sync over {self.sync.size} ranks" if self.sync else ""
-        return str(self.num_features) + ("" if self.specs else ", affine=False") + sync
+        return f"{self.num_features}{self._options(momentum=(self.momentum, 0.1))}{sync}"
 
 
 def _owes_mask(dy: Any) -> bool:

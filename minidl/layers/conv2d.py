@@ -133,12 +133,10 @@ class _Convolution(Layer):
             self.ops.channel_sum(summands(self.ops, dy), out=bias.view, accumulate=not bias.first)
 
     def describe(self) -> str:
-        parts = [str(self.in_channels), str(self.out_channels), f"kernel_size={self.kernel_size}"]
-        defaults = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
-        parts += [f"{key}={value}" for key, value in self.geometry.items() if value != defaults[key]]
-        if not self.biased:
-            parts.append("bias=False")
-        return ", ".join(parts)
+        return f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}" + checks.options(
+            stride=(self.stride, (1, 1)), padding=(self.padding, (0, 0)), dilation=(self.dilation, (1, 1)),
+            groups=(self.groups, 1), bias=(self.biased, True),
+        )  # fmt: skip
 
 
 class Conv2d(_Convolution):
@@ -149,7 +147,7 @@ class Conv2d(_Convolution):
         kernel_size, stride, padding, dilation: an integer or (height, width); padding is with zeros.
         groups: channels are split into this many independent convolutions; ``groups=in_channels`` is depthwise.
         bias: add a learned vector of K elements.
-        weight_init: starting weights; default as in torch.nn.
+        weight_init, bias_init: starting weights and biases; default as in torch.nn.
 
     Shapes:
         x (N, H, W, C) → (N, P, Q, K) with P = (H + 2·padding − dilation·(kernel − 1) − 1) // stride + 1.
@@ -183,13 +181,15 @@ class Conv2d(_Convolution):
         bias: bool = True,
         *,
         weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         name: str | None = None,
     ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
         shape = (self.out_channels, *self.kernel_size, self.in_channels // self.groups)
         self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
         if bias:
-            self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
+            fan_in = uniform_fan_in(prod(shape[1:]))
+            self.declare("bias", (self.out_channels,), bias_init or fan_in, product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, _ = self.require_image(shape, self.in_channels)
@@ -344,7 +344,7 @@ class ConvTranspose2d(_Convolution):
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups, bias: as in torch.nn.
         output_padding: rows and columns added at the bottom and right, to choose among the input sizes that the
             matching convolution would map to one; smaller than stride or dilation.
-        weight_init: starting weights; default as in torch.nn.
+        weight_init, bias_init: starting weights and biases; default as in torch.nn.
 
     Shapes:
         x (N, H, W, C) → (N, P, Q, K) with P = (H − 1)·stride − 2·padding + dilation·(kernel − 1) + output_padding + 1.
@@ -366,6 +366,7 @@ class ConvTranspose2d(_Convolution):
         dilation: int | Pair = 1,
         *,
         weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         name: str | None = None,
     ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
@@ -376,7 +377,8 @@ class ConvTranspose2d(_Convolution):
         shape = (self.in_channels, *self.kernel_size, self.out_channels // self.groups)
         self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
         if bias:
-            self.declare("bias", (self.out_channels,), uniform_fan_in(prod(shape[1:])), product=False)
+            fan_in = uniform_fan_in(prod(shape[1:]))
+            self.declare("bias", (self.out_channels,), bias_init or fan_in, product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, _ = self.require_image(shape, self.in_channels)
@@ -397,6 +399,9 @@ class ConvTranspose2d(_Convolution):
             backward_data=PassCost(product, (read + w + x) * itemsize),
             backward_weight=PassCost(product, (x + (y if self.biased else read)) * itemsize + 4 * w) + bias,
         )
+
+    def describe(self) -> str:
+        return super().describe() + checks.options(output_padding=(self.output_padding, (0, 0)))
 
     @property
     def _further(self) -> tuple[int, int, int, int]:

@@ -16,6 +16,12 @@ class Dropout(Layer):
 
     After Srivastava et al. (JMLR 2014). The mask is a function of seed, step, layer name and *global* sample index,
     so it is never stored, and N ranks drop what one rank would have dropped.
+
+    Args:
+        p: in [0, 1).
+
+    Shapes:
+        x (N, ...), unchanged.
     """
 
     whole = False  # whether a sample is kept or dropped as one
@@ -63,6 +69,12 @@ class StochasticDepth(Dropout):
 
     On the branch of a residual block, whose sample then skips it: Huang et al., "Deep networks with stochastic depth",
     ECCV 2016. As torchvision's with ``mode="row"``; drawn as in `Dropout`.
+
+    Args:
+        p: in [0, 1).
+
+    Shapes:
+        x (N, ...), unchanged.
     """
 
     whole = True

@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 from minidl import checks
+from minidl.initializers import Initializer, ones
 from minidl.layers.affine_norm import AffineNorm
 from minidl.profile import Cost, PassCost
 
@@ -18,15 +19,23 @@ class GroupNorm(AffineNorm):
         num_groups: divides ``num_channels``; 1 normalises whole images, ``num_channels`` is instance norm.
         eps: added to the variance.
         affine: with weight and bias (C,).
+        weight_init: starting scales; default: ones.
 
     Shapes:
         x (N, H, W, C) or (N, C), unchanged.
     """
 
     def __init__(
-        self, num_groups: int, num_channels: int, eps: float = 1e-5, affine: bool = True, *, name: str | None = None
+        self,
+        num_groups: int,
+        num_channels: int,
+        eps: float = 1e-5,
+        affine: bool = True,
+        *,
+        weight_init: Initializer = ones,
+        name: str | None = None,
     ):
-        super().__init__(num_channels, eps, affine, name)
+        super().__init__(num_channels, eps, affine, name, weight_init)
         self.num_groups = checks.at_least(self.name, "num_groups", num_groups, 1)
         self.num_channels = checks.at_least(self.name, "num_channels", num_channels, 1)
         if num_channels % num_groups:
@@ -41,7 +50,7 @@ class GroupNorm(AffineNorm):
         affine); ``Σ dy`` 1, ``Σ dy·(x − mean)`` 3; ``slope·(dy − a − (x − mean)·b)`` 5."""
         n, x, vector = prod(shape), prod(shape) * itemsize, 4 * self.num_channels
         moments = 8 * shape[0] * self.num_groups
-        affine = bool(self.specs)
+        affine = self.affine
         return Cost(
             forward=PassCost((7 if affine else 6) * n, 3 * x + moments + 2 * vector * affine),
             backward_data=PassCost(5 * n, 3 * x + 2 * moments + vector * affine),
@@ -62,7 +71,7 @@ class GroupNorm(AffineNorm):
         return self.ops.group_norm_backward_apply(dy, kept.x, kept.moments, self._affine[0], kept.sums, add=add)
 
     def describe(self) -> str:
-        return f"{self.num_groups}, {self.num_channels}" + ("" if self.specs else ", affine=False")
+        return f"{self.num_groups}, {self.num_channels}{self._options()}"
 
 
 class LayerNorm(AffineNorm):
@@ -72,6 +81,7 @@ class LayerNorm(AffineNorm):
         normalized_shape: the channels C, the last axis; or a sequence of just that. Whole images: `GroupNorm(1, C)`.
         eps: added to the variance.
         elementwise_affine: with weight and bias (C,).
+        weight_init: starting scales; default: ones.
 
     Shapes:
         x (N, ..., C), unchanged.
@@ -83,6 +93,7 @@ class LayerNorm(AffineNorm):
         eps: float = 1e-5,
         elementwise_affine: bool = True,
         *,
+        weight_init: Initializer = ones,
         name: str | None = None,
     ):
         if isinstance(normalized_shape, Sequence):
@@ -92,7 +103,7 @@ class LayerNorm(AffineNorm):
                     name or "layernorm", "normalized_shape", "the channels", normalized_shape, remedy
                 )
             normalized_shape = normalized_shape[0]
-        super().__init__(normalized_shape, eps, elementwise_affine, name)
+        super().__init__(normalized_shape, eps, elementwise_affine, name, weight_init)
         self.normalized_shape = checks.at_least(self.name, "normalized_shape", normalized_shape, 1)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,7 +116,7 @@ class LayerNorm(AffineNorm):
         ``·weight + bias`` 2; ``Σ dy`` 1, ``Σ dy·xhat`` 4; ``g = dy·weight`` 1, xhat 2, ``Σ g`` 1, ``Σ g·xhat`` 2,
         ``(g − a − xhat·b)·rstd`` 4."""
         n, x, vector = prod(shape), prod(shape) * itemsize, 4 * self.normalized_shape
-        moments, affine = 8 * prod(shape[:-1]), bool(self.specs)
+        moments, affine = 8 * prod(shape[:-1]), self.affine
         weight = PassCost(5 * n, 2 * x + moments + 2 * vector) if affine else PassCost()
         return Cost(
             forward=PassCost((8 if affine else 6) * n, 2 * x + moments + 2 * vector * affine),
@@ -129,4 +140,4 @@ class LayerNorm(AffineNorm):
         return self.ops.layer_norm_backward_data(dy, kept.x, kept.moments, self._affine[0], add=add)
 
     def describe(self) -> str:
-        return f"{self.normalized_shape}" + ("" if self.specs else ", elementwise_affine=False")
+        return f"{self.normalized_shape}{self._options('elementwise_affine')}"

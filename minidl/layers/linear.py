@@ -24,6 +24,10 @@ _POINT = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 1}
 class Linear(Layer):
     """``y = x·weightᵀ + bias`` for vectors: a 1×1 convolution of one-pixel images, and computed as one.
 
+    Args:
+        in_features, out_features, bias: as in torch.nn.
+        weight_init, bias_init: starting weights and biases; default as in torch.nn.
+
     Shapes:
         x (N, in_features) → (N, out_features); weight (out_features, in_features), bias (out_features,).
 
@@ -41,6 +45,7 @@ class Linear(Layer):
         bias: bool = True,
         *,
         weight_init: Initializer | None = None,
+        bias_init: Initializer | None = None,
         name: str | None = None,
     ):
         super().__init__(name)
@@ -50,7 +55,12 @@ class Linear(Layer):
         shape, rows = (out_features, in_features), rows if rows < out_features else 0
         self.declare("weight", shape, weight_init or kaiming_uniform(), product=True, rows=rows)
         if bias:
-            self.declare("bias", (out_features,), uniform_fan_in(in_features), product=False)
+            self.declare("bias", (out_features,), bias_init or uniform_fan_in(in_features), product=False)
+
+    @property
+    def biased(self) -> bool:
+        """Whether it has a bias."""
+        return any(spec.name == "bias" for spec in self.specs)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         if len(shape) != 2 or shape[1] != self.in_features:
@@ -62,7 +72,7 @@ class Linear(Layer):
         n, x, y = shape[0], shape[0] * self.in_features, shape[0] * self.out_features
         w = self.in_features * self.out_features
         product = PassCost(2 * n * w, (x + w + y) * itemsize)
-        bias = PassCost(y, 4 * self.out_features) if len(self.specs) == 2 else PassCost()
+        bias = PassCost(y, 4 * self.out_features) if self.biased else PassCost()
         return Cost(product + bias, product, PassCost(2 * n * w, (x + y) * itemsize + 4 * w) + bias)
 
     def compute(self, x: Any) -> Any:
@@ -109,7 +119,7 @@ class Linear(Layer):
         return dx.reshape(n, self.in_features)
 
     def describe(self) -> str:
-        return f"{self.in_features}, {self.out_features}" + ("" if len(self.specs) == 2 else ", bias=False")
+        return f"{self.in_features}, {self.out_features}" + checks.options(bias=(self.biased, True))
 
 
 def _image(matrix: Any) -> Any:

@@ -17,6 +17,9 @@ class Pad(Layer):
     Args:
         padding: one integer for all sides or (left, right, top, bottom), torch.nn.functional.pad's order.
         value: what to pad with.
+
+    Shapes:
+        x (N, H, W, C) → (N, H + top + bottom, W + left + right, C).
     """
 
     def __init__(self, padding: int | Sequence[int], value: float = 0.0, *, name: str | None = None):
@@ -52,4 +55,4 @@ class Pad(Layer):
         return self.ops.pad2d(dy, tuple(-side for side in self.padding))
 
     def describe(self) -> str:
-        return f"{self.padding}"
+        return f"{self.padding}" + checks.options(value=(self.value, 0.0))

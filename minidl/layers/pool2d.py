@@ -63,7 +63,9 @@ class _Pool(Layer):
         return shape[0] * shape[3] * covered(shape[1:3], out, *axes)
 
     def describe(self) -> str:
-        return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}"
+        return f"{self.kernel_size}, stride={self.stride}, padding={self.padding}" + checks.options(
+            dilation=(self.dilation, (1, 1)), ceil_mode=(self.ceil_mode, False)
+        )
 
 
 class MaxPool2d(_Pool):
@@ -175,6 +177,9 @@ class AvgPool2d(_Pool):
     Args:
         kernel_size, stride, padding, ceil_mode: as in `MaxPool2d`.
         count_include_pad: padding zeros count in the divisor.
+
+    Shapes:
+        x (N, H, W, C) → (N, P, Q, C).
     """
 
     def __init__(
@@ -189,6 +194,9 @@ class AvgPool2d(_Pool):
     ):
         super().__init__(kernel_size, stride, padding, 1, ceil_mode, name)
         self.count_include_pad = count_include_pad
+
+    def describe(self) -> str:
+        return super().describe() + checks.options(count_include_pad=(self.count_include_pad, True))
 
     @property
     def _window(self) -> dict[str, Any]:
@@ -215,6 +223,9 @@ class AdaptiveAvgPool2d(Layer):
     """Means over bins that divide any image into ``output_size`` (height, width) parts; 1 is global average pooling.
 
     Images that are owed, an activation over a batch norm, are then made on the way.
+
+    Shapes:
+        x (N, H, W, C) → (N, P, Q, C) with (P, Q) = output_size.
     """
 
     accepts_add = True

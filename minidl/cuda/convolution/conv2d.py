@@ -73,7 +73,7 @@ def conv2d(
     groups: int,
     norm: Norm | None = None,
     relu: bool = False,
-    tf32: int = False,
+    tf32: int = 0,
     packed: bool = False,
     out: Any = None,
 ) -> Any:
@@ -107,7 +107,7 @@ def conv2d_stats(
     dilation: Pair,
     groups: int,
     norm: Norm | None = None,
-    tf32: int = False,
+    tf32: int = 0,
     packed: bool = False,
     finish: bool = True,
     out: Any = None,
@@ -213,7 +213,7 @@ def conv2d_backward_data(
     groups: int,
     bias: Any | None = None,
     add: Any | None = None,
-    tf32: int = False,
+    tf32: int = 0,
     out: Any = None,
 ) -> Any:
     """Gradient of `conv2d` with respect to x: dx of shape ``x_shape`` in the dtype of dy.
@@ -248,7 +248,7 @@ def conv2d_backward_data_summed(
     groups: int,
     add: Any | None = None,
     mask: Any | None = None,
-    tf32: int = False,
+    tf32: int = 0,
 ) -> tuple[Any, Any]:
     """`conv2d_backward_data`, and on the way what the bias of the layer below is to have of it.
 
@@ -288,7 +288,7 @@ def _of_data(
 
 def conv2d_adds_spaced(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: int = False,
+    tf32: int = 0,
 ) -> bool:  # fmt: skip
     """Whether the data gradient can add an array (N, ⌈H/2⌉, ⌈W/2⌉, C) to every second pixel of every second line."""
     conv = convolution("conv2d_adds_spaced", x_shape, w.shape, stride, padding, dilation, groups)
@@ -317,7 +317,7 @@ def _masks(question: Question, choice: Choice) -> bool:
 
 def conv2d_takes_pair(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: bool = False,
+    tf32: int = 0,
 ) -> bool:  # fmt: skip
     """Whether `conv2d_backward_data_masked` takes sums for two batch norms."""
     who = "conv2d_takes_pair"
@@ -334,7 +334,7 @@ def _takes_pair(question: Question, choice: Choice) -> bool:
 def conv2d_backward_data_masked(
     dy: Any, w: Any, x: Any, moments: Any, gamma: Any = None, beta: Any = None, *, y: Any = None, signs: Any = None,
     other: tuple[Any, Any] | None = None, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    add: Any | None = None, transposed: bool = False, tf32: int = False,
+    add: Any | None = None, transposed: bool = False, tf32: int = 0,
 ) -> tuple[Any, Any]:  # fmt: skip
     """`conv2d_backward_data`, and on the way what the ReLU and the batch norm below the convolution do with it.
 
@@ -387,7 +387,7 @@ def conv2d_backward_weight(
     out: Any,
     accumulate: bool = False,
     norm: Norm | None = None,
-    tf32: int = False,
+    tf32: int = 0,
 ) -> None:
     """Gradient of `conv2d` with respect to w, into ``out`` (K, R, S, C / groups) float32: overwritten, or added to.
 

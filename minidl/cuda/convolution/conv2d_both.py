@@ -74,7 +74,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord) -> bool:
 
 def conv2d_makes_both(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    norm: bool = False, below: int = 0, add: bool = False, tf32: int = False,
+    norm: bool = False, below: int = 0, add: bool = False, tf32: int = 0,
 ) -> bool:  # fmt: skip
     """Whether `conv2d_backward_both` has kernels of its own, which should be faster than a pass for each.
 
@@ -106,7 +106,7 @@ def conv2d_backward_both(
     dz: Any, y: Any, moments: Any, gamma: Any, sums: Any, count: Any, w: Any, x: Any, *,
     stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any, accumulate: bool = False,
     norm: Norm | None = None, below: tuple[Any, Any] | None = None, other: tuple[Any, Any] | None = None,
-    add: Any | None = None, tf32: int = False,
+    add: Any | None = None, tf32: int = 0,
 ) -> tuple[Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_both`; in one kernel, or with the data gradient made on its way
     (`conv2d_join.backward`), where `conv2d_makes_both`. Of a step that is captured ``out`` may be `aside`: it is there

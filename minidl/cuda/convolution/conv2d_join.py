@@ -135,7 +135,7 @@ def applies(conv: Convolution, code: int, device: DeviceRecord, backward: bool =
 
 def conv2d_makes_join(
     x_shape: tuple[int, int, int, int], w: Any, *, stride: Pair, padding: Pair, dilation: Pair, groups: int,
-    tf32: int = False,
+    tf32: int = 0,
 ) -> bool:  # fmt: skip
     """Whether one kernel does what `conv2d_join` does, and should be faster than two."""
     who = "conv2d_makes_join"
@@ -151,7 +151,7 @@ def _taken(conv: Convolution, code: int, backward: bool = False) -> bool:
 
 def conv2d_join(
     x: Any, moments: Any, gamma: Any, beta: Any, add: Any, w: Any, *, stride: Pair, padding: Pair, dilation: Pair,
-    groups: int, add_moments: Any = None, add_gamma: Any = None, add_beta: Any = None, tf32: int = False,
+    groups: int, add_moments: Any = None, add_gamma: Any = None, add_beta: Any = None, tf32: int = 0,
     statistics: bool = False, finish: bool = True,
 ) -> tuple[Any, Any, Any, Any]:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_join`; in one kernel where `conv2d_makes_join`."""

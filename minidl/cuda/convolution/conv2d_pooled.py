@@ -27,7 +27,7 @@ __all__ = ["conv2d_backward_weight_pooled"]
 def conv2d_backward_weight_pooled(
     dz: Any, index: Any, y: Any, moments: Any, gamma: Any, sums: Any, count: Any, x: Any, *,
     pooling: Mapping[str, Pair], stride: Pair, padding: Pair, dilation: Pair, groups: int, out: Any,
-    accumulate: bool = False, tf32: int = False,
+    accumulate: bool = False, tf32: int = 0,
 ) -> None:  # fmt: skip
     """As `minidl.cpu.conv2d.conv2d_backward_weight_pooled`; in one kernel where `conv2d_stem.makes_pooled`."""
     who = "conv2d_backward_weight_pooled"

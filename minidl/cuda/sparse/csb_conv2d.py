@@ -53,7 +53,7 @@ def csb_conv2d(
     padding: Pair,
     dilation: Pair,
     bias: Any | None = None,
-    tf32: int = False,
+    tf32: int = 0,
     order: Any | None = None,
 ) -> Any:
     """y[n, p, q, k] = sum over elements (k, r, s, c) of x[n, p*stride - padding + r*dilation, ..., c] * value + bias.
@@ -90,7 +90,7 @@ def csb_conv2d_backward_data(
     stride: Pair,
     padding: Pair,
     dilation: Pair,
-    tf32: int = False,
+    tf32: int = 0,
     order: Any | None = None,
 ) -> Any:
     """The gradient of x, (N, H, W, C) = ``x_shape``, from that of y, ``dy`` (N, P, Q, K); all else as `csb_conv2d`."""
@@ -120,7 +120,7 @@ def csb_conv2d_backward_weight(
     dilation: Pair,
     out: Any,
     accumulate: bool = False,
-    tf32: int = False,
+    tf32: int = 0,
 ) -> None:
     """The gradient of the values: ``out`` (nnz,) float32, overwritten, or added to; at the pattern only.
 
