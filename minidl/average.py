@@ -55,6 +55,7 @@ class WeightAverage:
     def _write(self, weights: Any) -> None:
         self.model.ops.copy_into(self.model.arena.master, weights)
         self.model.arena.refresh_working()
+        self.model.unfold()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The averages by full parameter name, as host copies."""

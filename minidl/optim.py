@@ -407,12 +407,14 @@ class SGD(checks.Told):
         Raises:
             ValueError: when the names do not match this optimizer.
         """
-        self.arena.restore()
         remedy = f"it is not that of {type(self).__name__} with these options"
-        checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
+        with self.arena.restoring():
+            checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
-        for field in (MOMENTUM, GROWTH_INTERVAL):
+        # Of a loss scale only where both have one: else it is 1.
+        scaled = self.scales_loss and control[LOSS_SCALE] != 1
+        for field in (MOMENTUM, GROWTH_INTERVAL, *(() if scaled else (LOSS_SCALE, NONFINITE, GOOD_STEPS))):
             control[field] = own[field]
         self.ops.copy_into(self.control, self.ops.from_host(control))
         self._lr = float(state["control"][LR])
