@@ -204,7 +204,7 @@ def test_another_kind_of_batch_is_refused_as_by_an_eager_step(cuda_ops):
         for _ in range(3):
             with pytest.raises(TypeError, match="model: x must be"):
                 step(wrong, labels)
-    with pytest.raises(TypeError, match="loss: labels must be"):
+    with pytest.raises(TypeError, match="SoftmaxCrossEntropy: labels must be"):
         step(x, cuda_ops.to_host(labels))
     fusion.fold(step.model.eval())
     with pytest.raises(RuntimeError, match="is folded for inference"):

@@ -153,14 +153,14 @@ def test_micro_batches_of_mixed_labels_add_up_to_the_whole(ops, rng):
 
 
 CONSTRUCTORS = {
-    "smoothing": (lambda: m.SoftmaxCrossEntropy(label_smoothing=1.5), r"label_smoothing must be a number in \[0, 1\]"),
+    "smoothing": (lambda: m.SoftmaxCrossEntropy(label_smoothing=1.5), r"SoftmaxCrossEntropy: label_smoothing must be a number in \[0, 1\]"),
     "negative weight": (lambda: m.SoftmaxCrossEntropy(weight=[1, -1]), "weight must be a finite number of at least 0"),
     "no weight": (lambda: m.SoftmaxCrossEntropy(weight=[0, 0]), "not all 0"),
-    "pos_weight": (lambda: m.BCEWithLogitsLoss(0), "pos_weight must be a number above 0"),
-    "alpha": (lambda: m.FocalLoss(alpha=2), "alpha must be"),
+    "pos_weight": (lambda: m.BCEWithLogitsLoss(0), "BCEWithLogitsLoss: pos_weight must be a number above 0"),
+    "alpha": (lambda: m.FocalLoss(alpha=2), "FocalLoss: alpha must be"),
     "gamma": (lambda: m.FocalLoss(gamma=0.5), "gamma must be a number of 0, or at least 1"),
     "smooth": (lambda: m.DiceLoss(smooth=0), "smooth must be a number above 0"),
-    "index": (lambda: m.DiceLoss(ignore_index=1.5), "ignore_index must be an integer"),
+    "index": (lambda: m.DiceLoss(ignore_index=1.5), "DiceLoss: ignore_index must be an integer"),
     "k": (lambda: m.TopK(0), "k must be an integer of at least 1"),
 }
 
@@ -174,25 +174,29 @@ def test_impossible_settings_are_refused(case):
 
 def test_doors_say_what_does_not_fit():
     x = np.zeros((2, 3), f32)
-    with pytest.raises(ValueError, match=r"targets must have shape \(2, 3\) like the predictions"):
+    with pytest.raises(ValueError, match=r"MSELoss: targets must have shape \(2, 3\) like the predictions"):
         m.MSELoss().forward(x, np.zeros(2, f32))
-    with pytest.raises(TypeError, match=r"targets must be float32 like the predictions, got int64; .*astype"):
+    with pytest.raises(TypeError, match=r"BCEWithLogitsLoss: targets must be float32 like the predictions, got int64; .*astype"):
         m.BCEWithLogitsLoss().forward(x, np.zeros((2, 3), np.int64))
     with pytest.raises(
         ValueError, match=r"probabilities must have shape \(2, 3\) like the logits, or labels, got \(2, 4\)"
     ):
         m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 4), f32))
-    with pytest.raises(TypeError, match="probabilities must be float32, got float64"):
+    with pytest.raises(TypeError, match="MSELoss: predictions must be float32, bfloat16 or float16, got float64"):
+        m.MSELoss().forward(np.zeros((2, 3)), x)
+    with pytest.raises(TypeError, match="FocalLoss: targets must be a NumPy"):
+        m.FocalLoss().forward(x, None)
+    with pytest.raises(TypeError, match="SoftmaxCrossEntropy: probabilities must be float32, got float64"):
         m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 3)))
     with pytest.raises(ValueError, match="a class for each weight"):
         m.SoftmaxCrossEntropy(weight=[1, 2]).forward(x, np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="at least two classes"):
+    with pytest.raises(ValueError, match="DiceLoss: logits must have shape .* at least two classes"):
         m.DiceLoss().forward(x[:, :1], np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="1 labels outside"):
+    with pytest.raises(ValueError, match="DiceLoss: 1 labels outside"):
         _ = m.DiceLoss().forward(x, np.array([0, 7])).loss
     with pytest.raises(ValueError, match="1 labels outside"):
         _ = m.SoftmaxCrossEntropy(label_smoothing=0.1).forward(x, np.array([0, 7])).loss
-    with pytest.raises(RuntimeError, match="without a forward pass"):
+    with pytest.raises(RuntimeError, match=r"MSELoss: backward without a forward pass; call forward\(predictions, targets\)"):
         m.MSELoss().backward()
     for logits in (np.zeros(3, f32), np.zeros((3, 0), f32)):
         with pytest.raises(ValueError, match=r"\(N, K\) or \(N, H, W, K\) with at least one class"):
@@ -211,7 +215,7 @@ def test_doors_say_what_does_not_fit():
 def test_a_scale_that_is_none_is_refused_and_the_pass_can_be_taken_again(scale):
     loss = m.MSELoss()
     loss.forward(np.ones((2, 3), f32), np.zeros((2, 3), f32))
-    with pytest.raises(TypeError, match=r"scale must be a float32 cpu array \(1,\).*optimizer.loss_scale"):
+    with pytest.raises(TypeError, match=r"MSELoss: scale must be a float32 cpu array \(1,\).*optimizer.loss_scale"):
         loss.backward(scale)
     np.testing.assert_allclose(loss.backward(np.full(1, 3.0, f32)), np.full((2, 3), 1.0, f32))
 
@@ -263,6 +267,16 @@ def test_overflow_and_nan_are_no_news(case, large, ops, dtype, rng):
     loss.backward()
 
 
+@pytest.mark.parametrize("metric", [m.TopK(2), m.Confusion()])
+def test_a_metric_that_was_reset_knows_of_nothing(metric, ops):
+    for classes in (3, 2):
+        metric.update(ops.from_host(np.eye(classes, dtype=f32)), ops.from_host(np.arange(classes)))
+        assert metric.value() == 1.0
+        metric.reset()
+        with pytest.raises(RuntimeError, match="nothing was counted yet"):
+            metric.read()
+
+
 def test_intersection_over_union_of_classes():
     matrix = np.array([[3, 1, 0], [2, 4, 0], [0, 0, 0]])
     np.testing.assert_allclose(m.Confusion.iou(matrix), [3 / 6, 4 / 7, np.nan])
@@ -275,7 +289,9 @@ def test_metrics_refuse_what_does_not_fit():
         m.TopK(4).update(np.zeros((2, 3), f32), np.array([0, 1]))
     metric = m.Confusion()
     metric.update(np.zeros((2, 3), f32), np.array([0, 5]))
-    with pytest.raises(ValueError, match="1 labels outside"):
+    with pytest.raises(ValueError, match="Confusion: 1 labels outside"):
         metric.read()
+    with pytest.raises(ValueError, match=r"Confusion: labels must have shape \(2,\)"):
+        metric.update(np.zeros((2, 3), f32), np.array([0]))
     with pytest.raises(ValueError, match=r"\(\.\.\., 3\) as before"):
         metric.update(np.zeros((2, 4), f32), np.array([0, 1]))

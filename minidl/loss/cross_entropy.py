@@ -46,12 +46,10 @@ class SoftmaxCrossEntropy(Loss):
         weight: Sequence[float] | None = None,
     ):
         super().__init__(comm)
-        self.ignore_index = check_index("loss", ignore_index)
-        expected = "in [0, 1]"
-        self.label_smoothing = checks.number(
-            "loss", "label_smoothing", label_smoothing, expected, lambda v: 0 <= v <= 1
-        )
-        self.weight = None if weight is None else _weights(weight)
+        who, expected = type(self).__name__, "in [0, 1]"
+        self.ignore_index = check_index(who, ignore_index)
+        self.label_smoothing = checks.number(who, "label_smoothing", label_smoothing, expected, lambda v: 0 <= v <= 1)
+        self.weight = None if weight is None else _weights(who, weight)
         self._weights: dict[str, Any] = {}  # by operation table: the array on its device
 
     @property
@@ -87,10 +85,10 @@ class SoftmaxCrossEntropy(Loss):
         )
 
     def check(self, x: Any, target: Any) -> int:
-        soft = _soft(target) and target.ndim == x.ndim
-        classes = _check_probabilities(x, target) if soft else check_labels(x, target)
+        who, soft = type(self).__name__, _soft(target) and target.ndim == x.ndim
+        classes = _check_probabilities(who, x, target) if soft else check_labels(who, x, target)
         if self.weight is not None and len(self.weight) != classes:
-            raise checks.bad_shape("loss", "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
+            raise checks.bad_shape(who, "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
         return classes
 
     def _weight_on(self, ops: ModuleType) -> Any:
@@ -120,7 +118,7 @@ class SoftmaxCrossEntropy(Loss):
     def sums(self, totals: list[float], num_classes: int | None) -> Sums:
         loss, weight, correct, outside, *more = totals
         if outside:
-            raise out_of_range(num_classes, outside)
+            raise out_of_range(type(self).__name__, num_classes, outside)
         return Sums(loss, weight, int(correct), int(more[0] if more else weight))
 
     def plan(self) -> str:
@@ -136,18 +134,18 @@ def _soft(target: Any) -> bool:
     return target.dtype.kind == "f"
 
 
-def _check_probabilities(x: Any, target: Any) -> int:
+def _check_probabilities(who: str, x: Any, target: Any) -> int:
     """The number of classes."""
     if x.ndim < 2 or x.shape[-1] < 1 or target.shape != x.shape:
-        raise checks.bad_shape("loss", "probabilities", f"{x.shape} like the logits, or labels", target.shape)
+        raise checks.bad_shape(who, "probabilities", f"{x.shape} like the logits, or labels", target.shape)
     if target.dtype != float32:
-        raise checks.bad_dtype("loss", "probabilities", "float32", target.dtype)
+        raise checks.bad_dtype(who, "probabilities", "float32", target.dtype)
     return x.shape[-1]
 
 
-def _weights(weight: Sequence[float]) -> np.ndarray:
+def _weights(who: str, weight: Sequence[float]) -> np.ndarray:
     values = np.asarray(weight, np.float32)
     if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all() or (values < 0).any() or not values.any():
         expected = "a finite number of at least 0 for each class, not all 0"
-        raise checks.bad_value("loss", "weight", expected, weight)
+        raise checks.bad_value(who, "weight", expected, weight)
     return values
