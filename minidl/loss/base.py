@@ -121,7 +121,10 @@ class Loss:
         raise NotImplementedError
 
     def count(self, target: Any, num_classes: int) -> Any:
-        """What the whole batch's loss is divided by, over all ranks, where `divisible`: for `forward` of its parts."""
+        """Totals that hold what the whole batch's loss is divided by, over all ranks: for `forward` of its parts.
+
+        For losses that are `divisible`.
+        """
         raise NotImplementedError
 
     def __call__(self, x: Any, target: Any, **options: Any) -> Totals:

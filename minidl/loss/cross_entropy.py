@@ -35,7 +35,7 @@ class SoftmaxCrossEntropy(Loss):
         int64 or uint8. With probabilities float32, in the shape of the logits.
     """
 
-    classifies = True
+    classifies = divisible = True
 
     def __init__(
         self,
@@ -56,16 +56,12 @@ class SoftmaxCrossEntropy(Loss):
     def _plain(self) -> bool:
         return self.weight is None and self.label_smoothing == 0
 
-    @property
-    def divisible(self) -> bool:
-        return self._plain
-
     def count(self, target: Any, num_classes: int) -> Any:
         ops = backend.ops_of(target)
         if _soft(target):
             counted = ops.from_host(np.array([0, prod(target.shape[:-1]), 0, 0], np.float64))
         else:
-            counted = ops.count_labels(target, num_classes, ignore_index=self.ignore_index)
+            counted = ops.count_labels(target, num_classes, self._weight_on(ops), ignore_index=self.ignore_index)
         self.comm.all_reduce(counted)
         return counted
 

@@ -6,7 +6,9 @@ from math import inf
 from types import ModuleType
 from typing import Any
 
-from minidl import checks
+import numpy as np
+
+from minidl import backend, checks
 from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums
 
@@ -18,6 +20,7 @@ class _Pointwise(Loss):
         predictions and targets of one shape (N, ...) and storage dtype.
     """
 
+    divisible = True
     arguments = "predictions", "targets"
     function = ""
     a, b = 1.0, 0.0
@@ -38,6 +41,11 @@ class _Pointwise(Loss):
 
     def sums(self, totals: list[float], num_classes: int | None) -> Sums:
         return Sums(totals[0], totals[1], 0, 0)
+
+    def count(self, target: Any, num_classes: int) -> Any:
+        counted = backend.ops_of(target).from_host(np.array([0, target.size], np.float64))
+        self.comm.all_reduce(counted)
+        return counted
 
     def plan(self) -> str:
         return f"{self.function} {self.a}, {self.b}"
