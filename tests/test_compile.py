@@ -447,7 +447,10 @@ def test_what_is_in_the_way_is_named(cpu_ops):
 
 def test_parts_of_different_models_make_no_step(cpu_ops):
     one, other = make(EagerStep, device="cpu"), make(EagerStep, device="cpu")
-    with pytest.raises(ValueError, match="optimizer must be that of the model"):
-        EagerStep(one.model, other.optimizer, one.loss)
-    with pytest.raises(ValueError, match="accumulate must be"):
-        EagerStep(one.model, one.optimizer, one.loss, accumulate=0)
+    for kind in (EagerStep, CompiledStep):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: optimizer must be that of the model"):
+            kind(one.model, other.optimizer, one.loss)
+        with pytest.raises(ValueError, match=f"{kind.__name__}: accumulate must be"):
+            kind(one.model, one.optimizer, one.loss, accumulate=0)
+        with pytest.raises(TypeError, match=f"{kind.__name__}: model must be a Model, got Graph"):
+            kind(one.model.graph, one.optimizer, one.loss)

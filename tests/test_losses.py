@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.dist.communicator import SoloCommunicator
 from minidl.step import EagerStep
 from tests.reference import losses as reference
 
@@ -89,7 +90,7 @@ def test_what_is_read_is_the_definition(name, ops, rng):
         assert totals.read()[2:] == (0, 0), "it tells right answers from wrong ones"
 
 
-class Shard:
+class Shard(SoloCommunicator):
     """One of two ranks whose totals are known: adds the other's."""
 
     rank, size, name = 0, 2, "pair"
@@ -295,6 +296,14 @@ def test_a_metric_that_was_reset_knows_of_nothing(metric, ops):
 def test_intersection_over_union_of_classes():
     matrix = np.array([[3, 1, 0], [2, 4, 0], [0, 0, 0]])
     np.testing.assert_allclose(m.Confusion.iou(matrix), [3 / 6, 4 / 7, np.nan])
+
+
+@pytest.mark.parametrize("make", [m.MSELoss, m.SoftmaxCrossEntropy, m.TopK, m.Confusion, m.Model])
+@pytest.mark.parametrize("comm", [4, True, SoloCommunicator])
+def test_what_is_no_communicator_is_refused(make, comm):
+    graph, who = ((models.mlp(3, (4, 4, 2)),), "model") if make is m.Model else ((), make.__name__)
+    with pytest.raises(TypeError, match=rf"{who}: comm must be a communicator, got .*; dist.init\(\) gives one"):
+        make(*graph, comm=comm)
 
 
 def test_metrics_refuse_what_does_not_fit():
