@@ -144,7 +144,21 @@ def step_of(loss, ops, accumulate):
     return EagerStep(model, m.SGD(model, 0.1), loss, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("name", [name for name in LOSSES if LOSSES[name][0]().divisible])
+DIVISIBLE = [name for name in LOSSES if name != "dice"]
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_what_is_counted_is_of_all_ranks(name, cpu_ops, rng):
+    make, labelled = LOSSES[name]
+    logits, labels = drawn(rng, cpu_ops, (10,), 3)
+    labels[::4] = -100
+    target = labels if labelled else rng.integers(0, 2, logits.shape).astype(f32)
+    comm = Shard()
+    comm.other = make().count(target[:3], 3)
+    assert make(comm=comm).count(target[3:], 3)[1] == make().forward(logits, target).array[1] > 0
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
 def test_micro_batches_add_up_to_the_whole(name, ops, rng):
     """Of batches of 7, 2 and 1 samples; ignored labels and classes of other weights lie unevenly."""
     make, labelled = LOSSES[name]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from minidl import backend, checks
 from minidl.dist.communicator import Communicator
 from minidl.dist.world import given
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.cost import Cost, PassCost
 from minidl.profile.spans import NULL_PROFILER, Profiler
 
 _LABELS = ("int32", "int64", "uint8")
@@ -85,7 +87,8 @@ def out_of_range(who: str, num_classes: int, count: float) -> ValueError:
 class Loss:
     """Base class of all losses.
 
-    A loss's author writes `check`, `evaluate`, `gradient`, `sums` and `plan`.
+    A loss's author writes `check`, `evaluate`, `gradient`, `sums` and `plan`, `count` where it is `divisible`, and may
+    say by `cost` what it computes.
 
     Args:
         comm: communicator whose ranks hold the shards of one batch; may be left out where there is one rank.
@@ -126,6 +129,15 @@ class Loss:
         For losses that are `divisible`.
         """
         raise NotImplementedError
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4, label_itemsize: int = 4) -> Cost:
+        """Least work of `forward` and `backward` (as ``backward_data``) on predictions of ``shape``. Pure.
+
+        Default: what passes through memory where predictions, a label for each row of them and the gradient are read or
+        written once, and no FLOP.
+        """
+        x, labels = prod(shape) * itemsize, prod(shape[:-1]) * label_itemsize
+        return Cost(forward=PassCost(0, x + labels), backward_data=PassCost(0, 2 * x + labels))
 
     def __call__(self, x: Any, target: Any, **options: Any) -> Totals:
         """`forward`."""

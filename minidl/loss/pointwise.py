@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from types import ModuleType
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from minidl import backend, checks
 from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums
+from minidl.profile import Cost
 
 
 class _Pointwise(Loss):
@@ -46,6 +47,10 @@ class _Pointwise(Loss):
         counted = backend.ops_of(target).from_host(np.array([0, target.size], np.float64))
         self.comm.all_reduce(counted)
         return counted
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4, label_itemsize: int = 4) -> Cost:
+        """As `Loss.cost`, of targets like the predictions."""
+        return super().cost(shape, itemsize, itemsize * prod(shape[-1:]))
 
     def plan(self) -> str:
         return f"{self.function} {self.a}, {self.b}"
