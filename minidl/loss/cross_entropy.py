@@ -57,6 +57,7 @@ class SoftmaxCrossEntropy(Loss):
         return self.weight is None and self.label_smoothing == 0
 
     def count(self, target: Any, num_classes: int) -> Any:
+        self._require(num_classes)
         ops = backend.ops_of(target)
         if _soft(target):
             counted = ops.from_host(np.array([0, prod(target.shape[:-1]), 0, 0], np.float64))
@@ -83,9 +84,14 @@ class SoftmaxCrossEntropy(Loss):
     def check(self, x: Any, target: Any) -> int:
         who, soft = type(self).__name__, _soft(target) and target.ndim == x.ndim
         classes = _check_probabilities(who, x, target) if soft else check_labels(who, x, target)
-        if self.weight is not None and len(self.weight) != classes:
-            raise checks.bad_shape(who, "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
+        self._require(classes)
         return classes
+
+    def _require(self, classes: int) -> None:
+        """Refuse another number of classes than there are weights."""
+        if self.weight is not None and len(self.weight) != classes:
+            expected = f"({classes},), one for each class"
+            raise checks.bad_shape(type(self).__name__, "weight", expected, self.weight.shape)
 
     def _weight_on(self, ops: ModuleType) -> Any:
         if self.weight is None:
