@@ -80,10 +80,7 @@ class Model(checks.Told):
         message_dtype: str = "fp32",
         input_grad: bool = False,
     ):
-        if not isinstance(graph, Graph):
-            raise checks.bad_dtype(
-                "model", "graph", "a Graph", checks.describe(graph), "models.build(name, ...) makes one"
-            )
+        checks.instance("model", "graph", graph, Graph, "a Graph", "models.build(name, ...) makes one")
         if checks.at_least("model", "seed", seed, 0) >= 1 << 64:
             raise checks.bad_value("model", "seed", "below 2**64", seed)
         self.graph = graph
