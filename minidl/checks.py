@@ -208,6 +208,13 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise missing_extra(what, extra, error) from error
 
 
+def instance(who: str, argument: str, value: Any, kind: type, expected: str, remedy: str | None = None) -> Any:
+    """``value``, or TypeError when it is no object of ``kind``, a class or what a protocol asks for."""
+    if isinstance(value, type) or not isinstance(value, kind):  # a class has the methods of its objects
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
+    return value
+
+
 def at_least(who: str, argument: str, value: int, least: int) -> int:
     """``value`` as an int, or ValueError when it is not an integer of at least ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:

@@ -124,9 +124,8 @@ class SGD(checks.Told):
             raise checks.bad_value(who, "momentum", "below 1, or the velocity grows without end", momentum)
         if nesterov and momentum == 0:
             raise checks.bad_value(who, "momentum", "positive with nesterov=True", momentum)
-        if not isinstance(model, Model):
-            remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
-            raise checks.bad_dtype(who, "model", "a Model", checks.describe(model), remedy)
+        remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
+        checks.instance(who, "model", model, Model, "a Model", remedy)
         checks.number(who, "loss_scale", loss_scale, "above 0, finite", lambda v: 0 < v < math.inf)
         self.model, self.arena, self.ops = model, model.arena, model.ops
         self.nesterov, self.clip_value, self.clip_norm = nesterov, clip_value, clip_norm
@@ -153,8 +152,7 @@ class SGD(checks.Told):
         names = [s.full_name for s in self._trained]
         who = type(self).__name__
         for group in self.groups:
-            if not isinstance(group, ParameterGroup):
-                raise checks.bad_dtype(who, "groups", "ParameterGroups", repr(group), "ParameterGroup(pattern, ...)")
+            checks.instance(who, "groups", group, ParameterGroup, "ParameterGroups", "ParameterGroup(pattern, ...)")
             _finite(who, f"lr_scale of {group.pattern}", group.lr_scale)
             if group.weight_decay is not None:
                 _finite(who, f"weight_decay of {group.pattern}", group.weight_decay)
@@ -423,12 +421,14 @@ class SGD(checks.Told):
         Raises:
             ValueError: when the names do not match this optimizer.
         """
-        self.arena.restore()
         remedy = f"it is not that of {type(self).__name__} with these options"
-        checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
+        with self.arena.restoring():
+            checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
-        for field in (MOMENTUM, GROWTH_INTERVAL):
+        # Of a loss scale only where both have one: else it is 1.
+        scaled = self.scales_loss and control[LOSS_SCALE] != 1
+        for field in (MOMENTUM, GROWTH_INTERVAL, *(() if scaled else (LOSS_SCALE, NONFINITE, GOOD_STEPS))):
             control[field] = own[field]
         self.ops.copy_into(self.control, self.ops.from_host(control))
         self._lr = float(state["control"][LR])

@@ -47,11 +47,14 @@ def given(comm: Communicator | None, who: str) -> Communicator:
 
     Raises:
         ValueError: naming ``who`` was given none.
+        TypeError: for what is no communicator.
     """
     if comm is None and world().size > 1:
         remedy = "pass what dist.init() gave, or dist.SOLO for what this rank does alone"
         raise checks.bad_value(who, "comm", "given where there are several ranks", comm, remedy)
-    return SOLO if comm is None else comm
+    if comm is None:
+        return SOLO
+    return checks.instance(who, "comm", comm, Communicator, "a communicator", "dist.init() gives one")
 
 
 def init(device: str = "auto", engine: str = "", *, elastic: bool = False) -> Communicator:

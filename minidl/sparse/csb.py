@@ -49,10 +49,8 @@ class CSBMatrix:
     __array_priority__ = 1000.0
 
     def __init__(self, pattern: CSBPattern, data: Any, *, transposed: bool = False):
-        if not isinstance(pattern, CSBPattern):
-            remedy = "CSBMatrix.from_dense, from_coo and from_scipy make one"
-            raise checks.bad_dtype("CSBMatrix", "pattern", "a CSBPattern", checks.describe(pattern), remedy)
-        self.pattern = pattern
+        remedy = "CSBMatrix.from_dense, from_coo and from_scipy make one"
+        self.pattern = checks.instance("CSBMatrix", "pattern", pattern, CSBPattern, "a CSBPattern", remedy)
         self._transposed = bool(transposed)
         self._ops = _table("data", data)
         _storage("data", data)

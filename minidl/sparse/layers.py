@@ -34,9 +34,8 @@ class _CSBLayer(Layer):
         name: str | None,
     ):  # fmt: skip
         super().__init__(name)
-        if not isinstance(pattern, CSBPattern):
-            remedy = "from_dense makes the layer from a weight with zeros"
-            raise checks.bad_dtype(self.name, "pattern", "a CSBPattern", checks.describe(pattern), remedy)
+        remedy = "from_dense makes the layer from a weight with zeros"
+        checks.instance(self.name, "pattern", pattern, CSBPattern, "a CSBPattern", remedy)
         if 0 in pattern.shape:
             raise checks.bad_shape(self.name, "pattern", "(out, in), both at least 1", pattern.shape)
         self.pattern = pattern

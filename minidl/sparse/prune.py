@@ -216,9 +216,7 @@ class _Pruned:
     def __init__(self, model: Model, *args: Any, pruning: Pruning, **options: Any):
         who = type(self).__name__
         super().__init__(model, *args, **options)
-        if not isinstance(pruning, Pruning):
-            raise checks.bad_dtype(who, "pruning", "a Pruning", checks.describe(pruning))
-        self.pruning = pruning
+        self.pruning = checks.instance(who, "pruning", pruning, Pruning, "a Pruning")
         self._units = units_of(pruning, model)
         known = {s.full_name: s for s in self.arena.segments}
         self.pruned = [known[name] for name in self._units.names]
