@@ -40,6 +40,13 @@ def bad_shape(who: str, argument: str, expected: str, got: Sequence[int], remedy
     return ValueError(_sentence(who, f"{argument} must have shape {expected}, got {tuple(got)}", remedy))
 
 
+def unlike(who: str, argument: str, array: Any, shape: Sequence[int], dtype: Any) -> ValueError | TypeError:
+    """A gradient of another shape or dtype than the last forward pass gave."""
+    if array.shape != shape:
+        return bad_shape(who, argument, str(shape), array.shape, "as in the last forward pass")
+    return bad_dtype(who, argument, dtype, array.dtype, f"convert it with {argument}.astype({str(dtype)!r})")
+
+
 def bad_dtype(who: str, argument: str, expected: str, got: Any, remedy: str | None = None) -> TypeError:
     """``conv1: x must be float32, got float64; <remedy>``."""
     return TypeError(_sentence(who, f"{argument} must be {expected}, got {got}", remedy))
@@ -77,14 +84,13 @@ def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {some(names, _MOST)}")
 
 
-# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them; and names of its own modules.
+# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them.
 _CALLED_HERE = {
     "Accuracy": "TopK",
     "Adam": "AdamW with weight_decay=0",
     "BCELoss": "BCEWithLogitsLoss, before the sigmoid",
     "BatchNormalization": "BatchNorm2d",
     "CategoricalCrossentropy": "SoftmaxCrossEntropy",
-    "CompiledStep": "compile.CompiledStep",
     "ConfusionMatrix": "Confusion",
     "Conv2D": "Conv2d",
     "Conv2DTranspose": "ConvTranspose2d",
@@ -97,15 +103,12 @@ _CALLED_HERE = {
     "GlobalAveragePooling2D": "AdaptiveAvgPool2d(1)",
     "InstanceNorm2d": "GroupNorm with a group for each channel",
     "JaccardIndex": "Confusion",
-    "Loader": "data.Loader",
     "MaxPooling2D": "MaxPool2d",
     "Module": "Layer, or a function that builds a Graph",
     "Multiply": "Mul",
     "NLLLoss": "SoftmaxCrossEntropy, before the softmax",
-    "Predictor": "predict.Predictor",
     "Sequential": "Graph, which layers are called on",
     "Swish": "SiLU",
-    "Trainer": "train.Trainer",
     "UpSampling2D": "Upsample",
     "ZeroPad2d": "Pad",
     # Modules and functions of torch, and what its modules of optimizers and schedules hold.
@@ -126,12 +129,12 @@ _CALLED_HERE = {
 }
 
 
-def elsewhere(name: str, known: Iterable[str], module: str = "minidl") -> AttributeError:
-    """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
+def elsewhere(name: str, known: Iterable[str], homes: Sequence[str] = (), module: str = "minidl") -> AttributeError:
+    """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``; ``homes``: its modules that have the name."""
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else None
-    if name in _CALLED_HERE:
-        remedy = f"here it is {_CALLED_HERE[name]}"
+    if name in _CALLED_HERE or homes:
+        remedy = f"here it is {_CALLED_HERE.get(name) or ' or '.join(homes)}"
     elif not name.startswith("_") and name in sys.modules["minidl"].__all__:
         remedy = f"here it is minidl.{name}"
     return AttributeError(_sentence("", f"{module} has no {name}", remedy), name=name)
@@ -230,6 +233,13 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise missing_extra(what, extra, error) from error
 
 
+def instance(who: str, argument: str, value: Any, kind: type, expected: str, remedy: str | None = None) -> Any:
+    """``value``, or TypeError when it is no object of ``kind``, a class or what a protocol asks for."""
+    if isinstance(value, type) or not isinstance(value, kind):  # a class has the methods of its objects
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
+    return value
+
+
 def at_least(who: str, argument: str, value: int, least: int) -> int:
     """``value`` as an int, or ValueError when it is not an integer of at least ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
@@ -242,6 +252,12 @@ def number(who: str, argument: str, value: Any, expected: str, fits: Callable[[f
     if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
         raise bad_value(who, argument, f"a number {expected}", value)
     return float(value)
+
+
+def function(who: str, argument: str, value: Any, expected: str, remedy: str | None = None) -> None:
+    """TypeError when ``value`` cannot be called, or is a class, of which an instance was meant."""
+    if not callable(value) or isinstance(value, type):
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
 
 
 def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[int, int]:

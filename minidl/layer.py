@@ -27,8 +27,8 @@ from minidl.profile.spans import NULL_PROFILER
 from minidl.random import RandomCounter
 from minidl.segments import Gradient, InParams, NoParams, ParameterSpec
 from minidl.shapes import Pair
-from minidl.store import TensorStore, nothing_saved
-from minidl.value import MaskedGradient, Value
+from minidl.store import TensorStore
+from minidl.value import MaskedGradient, Value, finished
 
 _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS = NoParams()
@@ -217,9 +217,7 @@ class Layer(checks.Told):
     def __call__(self, *x: Any, **options: Any) -> Any:
         """On graph nodes: add this layer to their graph. On arrays: `forward`, which takes the options."""
         if x and all(hasattr(item, "graph") for item in x):
-            if options:
-                raise checks.unexpected(f"{self.name} on nodes of a graph", options)
-            return x[0].graph.add(self, x)
+            return x[0].graph.add(self, x, **options)
         return self.forward(*x, **options)
 
     def forward(self, *x: Any, grad: bool = True) -> Any:
@@ -251,7 +249,9 @@ class Layer(checks.Told):
             self.save()  # nothing, but there is a pass to go back through
         if arrays is x or isinstance(y, Value):
             return y
-        self._require_result(y)
+        if getattr(y, "shape", None) != self._checked[1]:
+            (_, shape), self._checked = self._checked, None  # asked again, it complains again
+            raise checks.impossible(self.name, f"compute gives {checks.describe(y)}, output_shape says {shape}")
         return y if arrays[0] is x[0] else backend.answer_in_kind(x[0])(y)
 
     def backward(self, dy: Any, add: Any = None) -> Any:
@@ -324,15 +324,12 @@ class Layer(checks.Told):
                 return self.backward_data(dy)
             if self.accepts_add:
                 return self.backward_data(dy, add=add)
-            return self.ops.add(self.backward_data(dy), add)
+            return self.ops.add(finished(self.ops, self.backward_data(dy)), add)
 
     # -- at the door ------------------------------------------------------------------------------------------------
 
     def _enter(self, x: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The inputs as arrays of this layer's table, checked.
-
-        ``x`` itself when nothing had to be converted and the last inputs were alike: what `compute` gives is checked.
-        """
+        """The inputs as arrays of this layer's table, checked. ``x`` itself: none converted, the last were alike."""
         if len(x) != (self.num_inputs or max(len(x), 1)):
             raise checks.bad_value(self.name, "number of inputs", str(self.num_inputs or "at least 1"), len(x))
         arrays, table = x, None
@@ -354,16 +351,8 @@ class Layer(checks.Told):
                     raise checks.bad_dtype(self.name, "all inputs", f"of one dtype ({arrays[0].dtype})", a.dtype)
             shape = self.output_shape(*(a.shape for a in arrays))
             self._adopt(table or self.ops, arrays[0].dtype)  # last: what is refused leaves no trace
-            self._checked = facts, shape
-            arrays = (*arrays,)
+            self._checked, arrays = (facts, shape), (*arrays,)
         return arrays
-
-    def _require_result(self, y: Any) -> None:
-        shape = self._checked[1]
-        if getattr(y, "shape", None) != shape:
-            self._checked = None  # asked again, it complains again
-            text = f"compute gives {checks.describe(y)}, output_shape says {shape}"
-            raise checks.impossible(self.name, text, f"one of the two of {type(self).__name__} is wrong")
 
     def _enter_gradient(self, dy: Any) -> Any:
         if isinstance(dy, MaskedGradient):
@@ -393,14 +382,9 @@ class Layer(checks.Told):
         return array
 
     def _require_alike(self, argument: str, array: Any, shape: tuple[int, ...], dtype: Any) -> None:
-        if array.shape == shape and array.dtype == dtype:
-            return
-        if not self.store.holds(self.name):  # then ``shape`` is that of a pass that is over
-            raise nothing_saved(self.name)
-        if array.shape != shape:
-            raise checks.bad_shape(self.name, argument, str(shape), array.shape, "as in the last forward pass")
-        remedy = f"convert it with {argument}.astype({str(dtype)!r})"
-        raise checks.bad_dtype(self.name, argument, dtype, array.dtype, remedy)
+        if array.shape != shape or array.dtype != dtype:
+            self.store.require(self.name)  # else they are those of a pass that is over
+            raise checks.unlike(self.name, argument, array, shape, dtype)
 
     def _adopt(self, ops: ModuleType, dtype: Any) -> None:
         """Take over the table and dtype of the first input; later inputs must agree where parameters live."""

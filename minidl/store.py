@@ -78,9 +78,10 @@ class TensorStore:
             raise nothing_saved(owner)
         return Saved(**stack.pop())
 
-    def holds(self, owner: str) -> bool:
-        """Whether there is something of ``owner`` to take."""
-        return bool(self._stacks.get(owner))
+    def require(self, owner: str) -> None:
+        """RuntimeError where there is nothing of ``owner`` to take."""
+        if not self._stacks.get(owner):
+            raise nothing_saved(owner)
 
     def forget(self, owner: str) -> None:
         """Let go of everything ``owner`` saved: it runs forward again, and nobody went back through the last time."""

@@ -417,8 +417,7 @@ def _limited(
     other = a.optimizer if a.optimizer != "sgd" else "mixed images" if a.mixup is not None else None
     if other or a.average is not None:
         raise ValueError(f"--memory-limit plans steps of sgd, not of {other or 'averaged weights'}")
-    hosted = optimizer if a.host_momentum else None
-    options = {"momentum": _momentum(a), "optimizer": hosted, "fusions": fusions}
+    options = {"momentum": _momentum(a), "optimizer": optimizer if a.host_momentum else None, "fusions": fusions}
     return limit_memory(model, part, a.memory_limit, **options)
 
 

@@ -443,7 +443,7 @@ def test_layers_are_called_with_the_options_of_forward(cpu_ops):
     np.testing.assert_array_equal(layer(x, grad=False), layer(x))
     layer(x, grad=False)
     assert layer.store.saved_bytes == x.nbytes, "of the call before"
-    with pytest.raises(TypeError, match="linear on nodes of a graph: takes no argument 'grad'"):
+    with pytest.raises(TypeError, match="argument 'grad'"):
         layer(m.Graph().input((7,)), grad=False)
 
 

@@ -303,13 +303,15 @@ class ScriptedStore(TensorStore):
     def take(self, owner: str) -> Saved:
         if self._script is None:
             return super().take(owner)
-        if owner not in self._frames:
-            raise nothing_saved(owner)
+        self.require(owner)
         items = self._frames.pop(owner)
         return Saved(**{name: self._back(f"{owner}.{name}", item) for name, item in items.items()})
 
-    def holds(self, owner: str) -> bool:
-        return super().holds(owner) if self._script is None else owner in self._frames
+    def require(self, owner: str) -> None:
+        if self._script is None:
+            super().require(owner)
+        elif owner not in self._frames:
+            raise nothing_saved(owner)
 
     def _back(self, saver: str, item: Any) -> Any:
         """A saved array where it is when it has come back."""
