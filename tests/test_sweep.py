@@ -393,5 +393,5 @@ def test_a_sweeps_file_is_compared_and_drawn(swept, tmp_path):
     assert cli.main(["bench", "compare", str(path), str(path), "--strict"]) == 0
     written, reasons = plots.make([path], output=tmp_path / "out")
     kinds = [name.stem for name in written]
-    assert "lenet-32x32-group-mb-4-fp32-1-ranks-layers" in kinds and "grid-share" in kinds
+    assert "grid-lenet-32x32-group-mb-4-fp32-1-rank-layers" in kinds and "grid-share" in kinds
     assert any("no scaling: it takes one network" in text for text in reasons)
