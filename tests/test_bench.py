@@ -392,6 +392,16 @@ def test_notes_say_what_the_figures_mean(content):
     assert "exposed: for how long computing stood still" in "\n".join(footer(two))
 
 
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [(0.08, "+8.0%"), (0.03, "less than can be told (spread 6.6%)"), (-0.04, "less than can be told (spread 6.6%)")],
+)
+def test_what_timing_costs_is_told_where_it_is_more_than_steps_vary(content, cost, words):
+    eager = content["step"]["eager"] | {"spread": 0.066}
+    step = content["step"] | {"eager": eager, "eager_profiling_overhead": cost}
+    assert f"; timing them costs {words}" in footer(content | {"step": step})[0]
+
+
 def test_little_work_is_told_in_figures_and_not_as_nothing(content):
     _, columns, cells = view(only(content), "roof")
     for row, line in zip([row for row in content["rows"] if row["flop"] is not None], cells, strict=False):

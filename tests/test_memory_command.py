@@ -184,6 +184,11 @@ def test_alternatives_are_what_they_say(capsys, tmp_path):
         told(int(1.05 * largest) + 1, "200MB")
 
 
+def test_what_fits_needs_no_micro_batches(capsys):
+    out = _run(capsys, "--batch", "2", "--limit", "1GB", "--alternatives")
+    assert re.search(r"accumulation +not needed", out) and "micro-batches" not in out
+
+
 def test_options_that_cannot_be_are_refused(capsys):
     for options, told in (
         (["--device", "L40"], "one with known rates"),
