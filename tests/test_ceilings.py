@@ -80,9 +80,11 @@ def test_matrices_grow_until_they_are_large_or_slow():
 @pytest.mark.parametrize(("matrix", "convolution", "by"), [(2.0, 1.0, "numpy"), (1.0, 3.0, "minidl conv2d")])
 def test_the_faster_of_two_products_is_a_processors_ceiling(cpu_ops, monkeypatch, matrix, convolution, by):
     monkeypatch.setattr(ceilings, "_host_copy", lambda ops, timer: 1.0)
-    monkeypatch.setattr(ceilings, "_host_matrix", lambda timer: matrix)
-    monkeypatch.setattr(ceilings, "_host_convolution", lambda ops, timer: convolution)
+    ran = []
+    monkeypatch.setattr(ceilings, "_host_matrix", lambda timer: ran.append("numpy") or matrix)
+    monkeypatch.setattr(ceilings, "_host_convolution", lambda ops, timer: ran.append("conv2d") or convolution)
     record = measure(cpu_ops)
+    assert ran == ["conv2d", "numpy"], "its threads wait busily after a product"
     assert record["matrix_tflops"]["fp32"] == record["vector_tflops"]["fp32"] == max(matrix, convolution)
     assert record["matrix_by"]["fp32"] == by and record["matrix_by"]["bf16"].startswith(by)
 
