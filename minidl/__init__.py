@@ -19,6 +19,12 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Modules that a user imports names from, beside those of `minidl.public`.
+_MODULES = (
+    "callbacks", "compile", "data", "dist", "fusion", "interchange", "layers", "memory", "models", "onnx", "predict",
+    "schedule", "sharded", "sparse", "step", "torch_bridge", "train",
+)  # fmt: skip
+
 
 def __getattr__(name: str) -> Any:
     if name.startswith("__") and name != "__all__":  # what Python and its tools ask of every module
@@ -31,8 +37,19 @@ def __getattr__(name: str) -> Any:
     if name not in here:
         from minidl import checks
 
-        raise checks.elsewhere(name, public.__all__)
+        raise checks.elsewhere(name, public.__all__, _homes(name))
     return here[name]
+
+
+def _homes(name: str) -> list[str]:
+    """Where else a public name is: ``["schedule.Cosine"]``."""
+    found = []
+    for short in _MODULES:
+        module = import_module(f"minidl.{short}")
+        own = getattr(vars(module).get(name), "__module__", "") == module.__name__
+        if name in getattr(module, "__all__", ()) or own and not name.startswith("_"):
+            found.append(f"{short}.{name}")
+    return found
 
 
 def __dir__() -> list[str]:

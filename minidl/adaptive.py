@@ -10,7 +10,7 @@ import numpy as np
 
 from minidl import checks
 from minidl.model import Model
-from minidl.optim import SGD, ParameterGroup
+from minidl.optim import FIRST_LOSS_SCALE, SGD, ParameterGroup
 from minidl.profile import PassCost
 from minidl.segments import ALIGN, Segment, by_name, flattened
 
@@ -23,9 +23,18 @@ class _Adaptive(SGD):
 
     _moments: tuple[str, ...] = ()  # names of further arenas, as they stand in the state
 
-    def __init__(self, model: Model, lr: float, weight_decay: float, momentum: float = 0.0, **options: Any):
-        super().__init__(model, lr, momentum, weight_decay, **options)
-        self.record = self.ops.zeros((8,), np.dtype(np.float32))
+    def __init__(
+        self, model: Model, lr: float, momentum: float, weight_decay: float, decay_norm_and_bias: bool,
+        groups: Sequence[ParameterGroup], loss_scale: float, clip_value: float | None, clip_norm: float | None,
+        record: Mapping[int, float],
+    ):  # fmt: skip
+        super().__init__(
+            model, lr, momentum, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups,
+            loss_scale=loss_scale, clip_value=clip_value, clip_norm=clip_norm,
+        )  # fmt: skip
+        fields = np.zeros(8, np.float32)
+        fields[list(record)] = list(record.values())
+        self.record = self.ops.from_host(fields)
         size = (self.arena.trainable_size,)
         self.moments = {name: self.ops.zeros(size, np.dtype(np.float32)) for name in self._moments}
         self._local: dict[tuple[int, int], tuple[Any, Any, Any]] = {}
@@ -36,11 +45,6 @@ class _Adaptive(SGD):
     @property
     def _histories(self) -> list[Any]:
         return [*super()._histories, *self.moments.values()]
-
-    def _write_record(self, fields: Mapping[int, float]) -> None:
-        record = np.zeros(8, np.float32)
-        record[list(fields)] = list(fields.values())
-        self.ops.copy_into(self.record, self.ops.from_host(record))
 
     def _row(self, segment: Segment) -> tuple[float, float, float, float]:
         """As in SGD; the last tells whether the step follows the size of this parameter's weights."""
@@ -136,13 +140,17 @@ class AdamW(_Adaptive):
         *,
         decay_norm_and_bias: bool = True,
         groups: Sequence[ParameterGroup] = (),
-        **options: Any,
+        loss_scale: float = FIRST_LOSS_SCALE,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
     ):
         who = type(self).__name__
         first, second = _betas(who, betas)
         checks.number(who, "eps", eps, "above 0, finite", lambda v: 0 < v < math.inf)
-        super().__init__(model, lr, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups, **options)
-        self._write_record({BETA1: first, BETA2: second, EPS: eps})
+        super().__init__(
+            model, lr, 0.0, weight_decay, decay_norm_and_bias, groups, loss_scale, clip_value, clip_norm,
+            {BETA1: first, BETA2: second, EPS: eps},
+        )  # fmt: skip
 
     def _begin(self) -> None:
         with self._span():
@@ -172,9 +180,24 @@ class LAMB(AdamW):
 
     _flop, _bytes = 27, 24 + 16
 
-    def __init__(self, model: Model, lr: float = 1e-3, betas: Sequence[float] = (0.9, 0.999), eps: float = 1e-6,
-                 weight_decay: float = 1e-2, **options: Any):  # fmt: skip
-        super().__init__(model, lr, betas, eps, weight_decay, **options)
+    def __init__(
+        self,
+        model: Model,
+        lr: float = 1e-3,
+        betas: Sequence[float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 1e-2,
+        *,
+        decay_norm_and_bias: bool = True,
+        groups: Sequence[ParameterGroup] = (),
+        loss_scale: float = FIRST_LOSS_SCALE,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
+    ):
+        super().__init__(
+            model, lr, betas, eps, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups,
+            loss_scale=loss_scale, clip_value=clip_value, clip_norm=clip_norm,
+        )  # fmt: skip
 
     def _update(self, begin: int, end: int) -> None:
         part, arena = slice(begin, end), self.arena
@@ -216,16 +239,17 @@ class LARS(_Adaptive):
         *,
         decay_norm_and_bias: bool = False,
         groups: Sequence[ParameterGroup] = (),
-        **options: Any,
+        loss_scale: float = FIRST_LOSS_SCALE,
+        clip_value: float | None = None,
+        clip_norm: float | None = None,
     ):
         positive = lambda v: 0 < v < math.inf  # noqa: E731
         checks.number("LARS", "trust_coefficient", trust_coefficient, "above 0, finite", positive)
         checks.number("LARS", "momentum", momentum, "in (0, 1)", lambda v: 0 < v < 1)
-        if options.get("nesterov"):
-            raise checks.bad_value("LARS", "nesterov", "left out: its momentum is plain", True)
-        options |= {"decay_norm_and_bias": decay_norm_and_bias, "groups": groups}
-        super().__init__(model, lr, weight_decay, momentum, **options)
-        self._write_record({TRUST: trust_coefficient})
+        super().__init__(
+            model, lr, momentum, weight_decay, decay_norm_and_bias, groups, loss_scale, clip_value, clip_norm,
+            {TRUST: trust_coefficient},
+        )  # fmt: skip
 
     def _update(self, begin: int, end: int) -> None:
         part, arena = slice(begin, end), self.arena

@@ -25,15 +25,17 @@ class WeightAverage:
     """
 
     def __init__(self, model: Model, decay: float = 0.9999):
-        if not isinstance(model, Model):
-            raise checks.bad_dtype("WeightAverage", "model", "a Model", checks.describe(model))
-        self.model = model
+        self.model = checks.instance("WeightAverage", "model", model, Model, "a Model")
         self.decay = checks.number("WeightAverage", "decay", decay, "in [0, 1)", lambda v: 0 <= v < 1)
         self.average = model.ops.cast(model.arena.master, np.float32)
         self._inside = False
 
     def update(self) -> None:
-        """After a step of the optimizer: take in the weights; one kernel."""
+        """Take in the weights; one kernel. Call it after ``optimizer.step()``: once a step, not once a micro-batch.
+
+        Raises:
+            RuntimeError: inside `applied`.
+        """
         if self._inside:
             raise checks.order("WeightAverage", "update inside applied()", "leave the block first")
         self.model.ops.blend(self.average, self.model.arena.master, self.decay)
@@ -55,6 +57,7 @@ class WeightAverage:
     def _write(self, weights: Any) -> None:
         self.model.ops.copy_into(self.model.arena.master, weights)
         self.model.arena.refresh_working()
+        self.model.unfold()
 
     def state_dict(self) -> dict[str, np.ndarray]:
         """The averages by full parameter name, as host copies."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from math import inf
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from minidl import checks
 
@@ -207,6 +207,7 @@ class StepWatch:
         """After the last step, on all ranks; a file that was written."""
 
 
+@runtime_checkable
 class Metric(Protocol):
     """What is counted over the test set: those of `minidl.metrics`."""
 

@@ -76,14 +76,13 @@ def unknown(kind: str, name: Any, known: Iterable[str]) -> ValueError:
     return ValueError(f"unknown {kind} {name!r}; {hint}known: {some(names, _MOST)}")
 
 
-# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them; and names of its own modules.
+# Names of PyTorch, Keras and timm that minidl does not have, and what stands for them.
 _CALLED_HERE = {
     "Accuracy": "TopK",
     "Adam": "AdamW with weight_decay=0",
     "BCELoss": "BCEWithLogitsLoss, before the sigmoid",
     "BatchNormalization": "BatchNorm2d",
     "CategoricalCrossentropy": "SoftmaxCrossEntropy",
-    "CompiledStep": "compile.CompiledStep",
     "ConfusionMatrix": "Confusion",
     "Conv2D": "Conv2d",
     "Conv2DTranspose": "ConvTranspose2d",
@@ -96,26 +95,23 @@ _CALLED_HERE = {
     "GlobalAveragePooling2D": "AdaptiveAvgPool2d(1)",
     "InstanceNorm2d": "GroupNorm with a group for each channel",
     "JaccardIndex": "Confusion",
-    "Loader": "data.Loader",
     "MaxPooling2D": "MaxPool2d",
     "Module": "Layer, or a function that builds a Graph",
     "Multiply": "Mul",
     "NLLLoss": "SoftmaxCrossEntropy, before the softmax",
-    "Predictor": "predict.Predictor",
     "Sequential": "Graph, which layers are called on",
     "Swish": "SiLU",
-    "Trainer": "train.Trainer",
     "UpSampling2D": "Upsample",
     "ZeroPad2d": "Pad",
 }
 
 
-def elsewhere(name: str, known: Sequence[str]) -> AttributeError:
-    """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``."""
+def elsewhere(name: str, known: Sequence[str], homes: Sequence[str]) -> AttributeError:
+    """``minidl has no CrossEntropyLoss; here it is SoftmaxCrossEntropy``; ``homes``: its modules that have the name."""
     near = difflib.get_close_matches(name, known, n=1)
     remedy = f"did you mean {near[0]}?" if near else None
-    if name in _CALLED_HERE:
-        remedy = f"here it is {_CALLED_HERE[name]}"
+    if name in _CALLED_HERE or homes:
+        remedy = f"here it is {_CALLED_HERE.get(name) or ' or '.join(homes)}"
     return AttributeError(_sentence("", f"minidl has no {name}", remedy), name=name)
 
 
@@ -212,6 +208,13 @@ def needs(what: str, extra: str) -> Iterator[None]:
         raise missing_extra(what, extra, error) from error
 
 
+def instance(who: str, argument: str, value: Any, kind: type, expected: str, remedy: str | None = None) -> Any:
+    """``value``, or TypeError when it is no object of ``kind``, a class or what a protocol asks for."""
+    if isinstance(value, type) or not isinstance(value, kind):  # a class has the methods of its objects
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
+    return value
+
+
 def at_least(who: str, argument: str, value: int, least: int) -> int:
     """``value`` as an int, or ValueError when it is not an integer of at least ``least``."""
     if isinstance(value, bool) or not hasattr(value, "__index__") or value < least:
@@ -224,6 +227,12 @@ def number(who: str, argument: str, value: Any, expected: str, fits: Callable[[f
     if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
         raise bad_value(who, argument, f"a number {expected}", value)
     return float(value)
+
+
+def function(who: str, argument: str, value: Any, expected: str, remedy: str | None = None) -> None:
+    """TypeError when ``value`` cannot be called, or is a class, of which an instance was meant."""
+    if not callable(value) or isinstance(value, type):
+        raise bad_dtype(who, argument, expected, describe(value), remedy)
 
 
 def positive_pair(who: str, argument: str, value: Any, least: int = 1) -> tuple[int, int]:

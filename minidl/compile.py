@@ -26,7 +26,7 @@ from minidl.memory.arena import Lender, most_live, place
 from minidl.model import Model
 from minidl.optim import SGD
 from minidl.profile.spans import NULL_PROFILER, GraphProfiler, Profiler
-from minidl.step import EagerStep
+from minidl.step import EagerStep, require_parts
 from minidl.store import TensorStore
 
 _SLAB = 64  # steps whose totals are allocated at once
@@ -70,10 +70,11 @@ class CompiledStep:
     on all ranks for a batch that is smaller on some.
 
     Raises:
-        ValueError: where `obstacle` knows a reason.
+        TypeError, ValueError: as `EagerStep`; ValueError where `obstacle` knows a reason.
     """
 
     def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
+        require_parts("CompiledStep", model, optimizer, loss, accumulate)
         reason = obstacle(model, optimizer)
         if reason is not None:
             raise checks.impossible("CompiledStep", reason, "use EagerStep")
@@ -194,7 +195,7 @@ class _Program:
         self._slab, self._free = None, 0
         self._units: dict[tuple[bool, bool, int], _Unit] = {}
         self._watched: dict[int, tuple[Any, Any]] = {}  # of each micro-batch: its graph with marks, and the marks
-        self._count = self.ops.empty(4, np.float64) if len(self.parts) > 1 else None
+        self._count: Any = None  # of the whole batch, where there are micro-batches: at one place, which graphs read
         # A store that moves tensors counts on when memory is free.
         self._branches = self.model.arena.read_at_the_end and type(self.model.store) is TensorStore
 
@@ -206,8 +207,8 @@ class _Program:
             self._plan()
         if not self._units:
             engine.release()
-        if self._count is not None:
-            self.ops.copy_into(self._count, self.step.loss.count(labels, self.step.num_classes))
+        if len(self.parts) > 1:
+            self._count_whole(labels)
         rows = self._totals()
         for i, (begin, end) in enumerate(self.parts):
             unit = self._unit(i, images[begin:end], labels[begin:end])
@@ -219,6 +220,12 @@ class _Program:
         self._recorded = True
         self.step.optimizer.after_step()
         return Totals(self.ops, rows, self._warm.num_classes, self._warm.of)
+
+    def _count_whole(self, labels: Any) -> None:
+        count = self.step.loss.count(labels, self.step.num_classes)
+        if self._count is None:
+            self._count = self.ops.empty(count.shape, np.float64)
+        self.ops.copy_into(self._count, count)
 
     def _totals(self) -> Any:
         """Where a step's totals go, one row for each micro-batch; reading may come late."""

@@ -43,8 +43,7 @@ def check_layer(layer: Layer, *shapes: Sequence[int], device: str = "cpu", seed:
         AssertionError: naming the law and the input or parameter that breaks it.
         ValueError, TypeError: from the layer, for shapes that it cannot take; no shapes.
     """
-    if not isinstance(layer, Layer):
-        raise checks.bad_dtype("check_layer", "layer", "a Layer", checks.describe(layer))
+    checks.instance("check_layer", "layer", layer, Layer, "a Layer")
     if not shapes:
         raise checks.bad_value("check_layer", "shapes", "one shape for each input, batch first", shapes)
     strange = next((shape for shape in shapes if not isinstance(shape, Sequence)), None)

@@ -28,7 +28,7 @@ from minidl.random import RandomCounter
 from minidl.segments import Gradient, InParams, NoParams, ParameterSpec
 from minidl.shapes import Pair
 from minidl.store import TensorStore
-from minidl.value import MaskedGradient, Value
+from minidl.value import MaskedGradient, Value, finished
 
 _STORAGE = (float32, bfloat16, float16)
 _NO_PARAMS = NoParams()
@@ -319,7 +319,7 @@ class Layer(checks.Told):
                 return self.backward_data(dy)
             if self.accepts_add:
                 return self.backward_data(dy, add=add)
-            return self.ops.add(self.backward_data(dy), add)
+            return self.ops.add(finished(self.ops, self.backward_data(dy)), add)
 
     # -- at the door ------------------------------------------------------------------------------------------------
 

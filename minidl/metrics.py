@@ -25,9 +25,7 @@ class _Counts:
     def __init__(self, ignore_index: int, comm: Communicator | None):
         self.ignore_index = check_index(type(self).__name__, ignore_index)
         self.comm = given(comm, type(self).__name__)
-        self._ops: ModuleType | None = None
-        self._parts: list[Any] = []
-        self._classes: int | None = None
+        self.reset()
 
     def update(self, logits: Any, labels: Any) -> None:
         """Count a batch of this rank: ``logits`` (N, K) or (N, H, W, K), ``labels`` without classes, as a loss's.
@@ -37,7 +35,7 @@ class _Counts:
         """
         x, ops = backend.take_in(logits, type(self).__name__, "logits")
         labels, _ = backend.take_in(labels, type(self).__name__, "labels")
-        classes = check_labels(x, labels)
+        classes = check_labels(type(self).__name__, x, labels)
         if self._classes not in (None, classes):
             raise checks.bad_shape(type(self).__name__, "logits", f"(..., {self._classes}) as before", x.shape)
         self._ops, self._classes = ops, classes
@@ -46,8 +44,10 @@ class _Counts:
             self._parts = [self._total()]
 
     def reset(self) -> None:
-        """Start anew."""
-        self._parts.clear()
+        """Start anew, as if nothing had been counted: the next batch may have another number of classes."""
+        self._ops: ModuleType | None = None
+        self._parts: list[Any] = []
+        self._classes: int | None = None
 
     def _count(self, ops: ModuleType, logits: Any, labels: Any) -> Any:
         raise NotImplementedError
@@ -88,9 +88,13 @@ class TopK(_Counts):
         super().__init__(ignore_index, comm)
         self.k = checks.at_least("TopK", "k", k, 1)
 
+    def require(self, num_classes: int) -> None:
+        """Refuse a network of fewer than ``k`` classes."""
+        if self.k > num_classes:
+            raise checks.bad_value("TopK", "k", f"at most the number of classes, {num_classes}", self.k)
+
     def _count(self, ops: ModuleType, logits: Any, labels: Any) -> Any:
-        if self.k > logits.shape[-1]:
-            raise checks.bad_value("TopK", "k", f"at most the number of classes, {logits.shape[-1]}", self.k)
+        self.require(logits.shape[-1])
         totals, _ = ops.smoothed_cross_entropy(
             logits, labels, smoothing=0.0, ignore_index=self.ignore_index, top=self.k
         )
@@ -105,7 +109,7 @@ class TopK(_Counts):
         """
         _, _, first, outside, labels, within = self._read()
         if outside:
-            raise out_of_range(self._classes, outside)
+            raise out_of_range(type(self).__name__, self._classes, outside)
         return first / max(labels, 1), within / max(labels, 1)
 
     def value(self) -> float:
@@ -140,7 +144,7 @@ class Confusion(_Counts):
         """
         *counts, outside = self._read()
         if outside:
-            raise out_of_range(self._classes, outside)
+            raise out_of_range(type(self).__name__, self._classes, outside)
         return np.array(counts).astype(np.int64).reshape(self._classes, self._classes)
 
     def value(self) -> float:

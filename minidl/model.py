@@ -80,10 +80,7 @@ class Model(checks.Told):
         message_dtype: str = "fp32",
         input_grad: bool = False,
     ):
-        if not isinstance(graph, Graph):
-            raise checks.bad_dtype(
-                "model", "graph", "a Graph", checks.describe(graph), "models.build(name, ...) makes one"
-            )
+        checks.instance("model", "graph", graph, Graph, "a Graph", "models.build(name, ...) makes one")
         if checks.at_least("model", "seed", seed, 0) >= 1 << 64:
             raise checks.bad_value("model", "seed", "below 2**64", seed)
         self.graph = graph
@@ -356,10 +353,10 @@ class Model(checks.Told):
         for layer in self.layers:
             layer.training = mode
         if mode:
-            self._unfold()
+            self.unfold()
         return self
 
-    def _unfold(self) -> None:
+    def unfold(self) -> None:
         """What `minidl.fusion.fold` computed is no longer that of the parameters."""
         for layer in self.layers:
             layer.folded = None
@@ -417,7 +414,7 @@ class Model(checks.Told):
         parameters = {s.full_name: (s.shape, float32) for s in self.arena.segments}
         remedy = "strict=False loads what fits; interchange.import_weights reads states of PyTorch"
         checkpoint.match(parameters | buffers, state, "state", remedy)
-        self._unfold()
+        self.unfold()
         weights = flattened(state, self.arena.segments, self.arena.master.size)
         self.ops.copy_into(self.arena.master, self.ops.from_host(weights))
         self.arena.refresh_working()

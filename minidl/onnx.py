@@ -45,8 +45,7 @@ def to_onnx(model: Model, *, layout: str = "NHWC") -> Any:
         ImportError: onnx is not installed.
         ValueError: another layout, or a layer that has no counterpart in ONNX.
     """
-    if not isinstance(model, Model):
-        raise checks.bad_dtype("to_onnx", "model", "a Model", type(model).__name__, "Model(graph) has the weights")
+    checks.instance("to_onnx", "model", model, Model, "a Model", "Model(graph) has the weights")
     if layout not in _LAYOUTS:
         raise checks.unknown("layout", layout, _LAYOUTS)
     with checks.needs("export to ONNX", "onnx"):

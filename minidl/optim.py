@@ -17,6 +17,7 @@ import numpy as np
 
 from minidl import checkpoint, checks, legality
 from minidl.dist.agree import require_same
+from minidl.layers import RowParallelConv2d
 from minidl.model import Model
 from minidl.profile import PassCost
 from minidl.segments import ALIGN, Message, Segment, by_name, flattened
@@ -24,7 +25,7 @@ from minidl.segments import ALIGN, Message, Segment, by_name, flattened
 # Layout of the control array, float32 (see the sgd_update operation).
 LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
 _CONTROL_SIZE = 8
-_FIRST_LOSS_SCALE = 2.0**16
+FIRST_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000
 TOUCHED = 20  # bytes of an update for each parameter: weight and momentum twice, the gradient
 
@@ -41,6 +42,11 @@ class ParameterGroup:
     pattern: str
     lr_scale: float = 1.0
     weight_decay: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, str):
+            remedy = 'such as "layer1.*"'
+            raise checks.bad_dtype("ParameterGroup", "pattern", "a text", checks.describe(self.pattern), remedy)
 
 
 @dataclass(frozen=True)
@@ -104,7 +110,7 @@ class SGD(checks.Told):
         *,
         decay_norm_and_bias: bool = True,
         groups: Sequence[ParameterGroup] = (),
-        loss_scale: float = _FIRST_LOSS_SCALE,
+        loss_scale: float = FIRST_LOSS_SCALE,
         clip_value: float | None = None,
         clip_norm: float | None = None,
     ):
@@ -118,13 +124,16 @@ class SGD(checks.Told):
             raise checks.bad_value(who, "momentum", "below 1, or the velocity grows without end", momentum)
         if nesterov and momentum == 0:
             raise checks.bad_value(who, "momentum", "positive with nesterov=True", momentum)
-        if not isinstance(model, Model):
-            remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
-            raise checks.bad_dtype(who, "model", "a Model", checks.describe(model), remedy)
+        remedy = "parameters of one model are updated together; freeze with Model(frozen=...)"
+        checks.instance(who, "model", model, Model, "a Model", remedy)
         checks.number(who, "loss_scale", loss_scale, "above 0, finite", lambda v: 0 < v < math.inf)
         self.model, self.arena, self.ops = model, model.arena, model.ops
         self.nesterov, self.clip_value, self.clip_norm = nesterov, clip_value, clip_norm
-        self.weight_decay, self.decay_norm_and_bias, self.groups = weight_decay, decay_norm_and_bias, tuple(groups)
+        self.weight_decay, self.decay_norm_and_bias = weight_decay, decay_norm_and_bias
+        if not isinstance(groups, Iterable):
+            remedy = "write groups=[ParameterGroup(pattern, ...)]"
+            raise checks.bad_dtype(who, "groups", "a sequence of ParameterGroups", checks.describe(groups), remedy)
+        self.groups = tuple(groups)
         self._check_groups()
         self.scales_loss = model.precision.loss_scaling
         control = np.zeros(_CONTROL_SIZE, np.float32)
@@ -143,8 +152,7 @@ class SGD(checks.Told):
         names = [s.full_name for s in self._trained]
         who = type(self).__name__
         for group in self.groups:
-            if not isinstance(group, ParameterGroup):
-                raise checks.bad_dtype(who, "groups", "ParameterGroups", repr(group), "ParameterGroup(pattern, ...)")
+            checks.instance(who, "groups", group, ParameterGroup, "ParameterGroups", "ParameterGroup(pattern, ...)")
             _finite(who, f"lr_scale of {group.pattern}", group.lr_scale)
             if group.weight_decay is not None:
                 _finite(who, f"weight_decay of {group.pattern}", group.weight_decay)
@@ -200,9 +208,10 @@ class SGD(checks.Told):
         Raises:
             ValueError: when it is negative or not finite.
         """
-        _finite(type(self).__name__, "lr", lr)
+        who = type(self).__name__
+        _finite(who, "lr", lr)
         if lr != self._lr and self.arena.updating:
-            raise checks.order("SGD", "the learning rate changes when part of a step is done", "set it before backward")
+            raise checks.order(who, "the learning rate changes when part of a step is done", "set it before backward")
         if lr != self._lr:
             self.ops.assign(self.control[LR : LR + 1], [lr])
             self._lr = float(lr)
@@ -214,7 +223,10 @@ class SGD(checks.Told):
 
     @property
     def skipped_steps(self) -> int:
-        """Steps left out so far because their gradients overflowed. Waits for the device."""
+        """Steps left out because their gradients overflowed; after `load_state_dict` those of an earlier run count too.
+
+        Waits for the device.
+        """
         return int(self.ops.to_host(self.control)[SKIPPED])
 
     def plan(self) -> str:
@@ -226,9 +238,10 @@ class SGD(checks.Told):
         )
 
     def cost(self) -> PassCost:
-        """Least work of `step`: FLOP of the formula; gradients, weights, momentum and the copy that products read.
+        """Least work of one `step` of all trained parameters: FLOP of the formula, and bytes of memory that it moves.
 
-        With loss scaling all gradients are tested before the first is used: they are read twice.
+        Those are of gradients, weights, momentum and the copy that products read. With loss scaling all gradients are
+        tested before the first is used: they are read twice. Clipping is not counted, nor who shares the momentum.
         """
         total = PassCost()
         for s in self._trained:
@@ -338,6 +351,7 @@ class SGD(checks.Told):
             "ring": arena.slots > 0, "in_momentum": arena.adds, "sharded": arena.sharded and several,
             "rounded": arena.wire is not arena.grad,
             "scaled": self.scales_loss, "clipped": self.clip_value is not None or self.clip_norm is not None,
+            "rows": any(isinstance(layer, RowParallelConv2d) and layer.group.size > 1 for layer in self.model.layers),
             "filters": any(layer.parted for layer in self.model.layers),
         }  # fmt: skip
 
@@ -407,12 +421,14 @@ class SGD(checks.Told):
         Raises:
             ValueError: when the names do not match this optimizer.
         """
-        self.arena.restore()
         remedy = f"it is not that of {type(self).__name__} with these options"
-        checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
+        with self.arena.restoring():
+            checkpoint.match(self.state_dict(), state, "optimizer state", remedy)
         control = np.array(state["control"])
         own = self.ops.to_host(self.control)
-        for field in (MOMENTUM, GROWTH_INTERVAL):
+        # Of a loss scale only where both have one: else it is 1.
+        scaled = self.scales_loss and control[LOSS_SCALE] != 1
+        for field in (MOMENTUM, GROWTH_INTERVAL, *(() if scaled else (LOSS_SCALE, NONFINITE, GOOD_STEPS))):
             control[field] = own[field]
         self.ops.copy_into(self.control, self.ops.from_host(control))
         self._lr = float(state["control"][LR])

@@ -274,14 +274,16 @@ class Arena:
                 after an update there are none to add to.
             send: start messages; False for all micro-batches of a step but the last.
         """
+        if not self._abandoned and any(m.work is not None or m.updated for m in self.messages):
+            text = "a new backward pass started while messages are under way"
+            raise checks.order("gradients", text, "call optimizer.step()")
+        if self._abandoned and accumulate:
+            text = "those of the micro-batches before were lost when a backward pass failed"
+            raise checks.order("gradients", text, "take the step from its first micro-batch on")
         for message in self.messages:
-            if message.work is not None and self._abandoned:
+            if message.work is not None:  # of the pass that failed
                 message.work.wait()
                 message.work = None
-            if message.work is not None:
-                raise checks.order(
-                    "gradients", "a new backward pass started while messages are under way", "call optimizer.step()"
-                )
             message.waiting, message.begun, message.updated = len(message.layers), False, False
             message.readers.clear()
         if self.slots and (accumulate or not send):
@@ -432,7 +434,7 @@ class Arena:
     @property
     def updating(self) -> bool:
         """Whether part of the present step's update is done."""
-        return any(message.begun for message in self.messages)
+        return not self._abandoned and any(message.begun for message in self.messages)
 
     def abandon(self, *, started: bool = True) -> None:
         """A backward pass failed half-way: no update may use its gradients, and the next pass starts afresh.
@@ -446,17 +448,31 @@ class Arena:
             for message in self.messages:
                 message.work = None
 
-    def restore(self) -> None:
-        """What ``grad`` holds beside gradients was written from outside: those of a failed pass are gone."""
-        self._written.clear()
+    @contextmanager
+    def restoring(self) -> Iterator[None]:
+        """Within, it is decided whether ``grad``'s content beside gradients will be written from outside: those of a
+        failed pass are gone then, and still there where this fails."""
+        written, self._written = self._written, set()
+        try:
+            yield
+        except BaseException:
+            self._written = written
+            raise
 
     def finished(self) -> Iterator[Message]:
-        """The messages in the order they were started, each waited for (on the device's stream, not the host)."""
-        left = [message for message in self.messages if not message.updated]
+        """The messages in the order they were started, each waited for (on the device's stream, not the host).
+
+        Raises:
+            RuntimeError: at once, where gradients are missing.
+        """
+        left = [message for message in self.messages if self._abandoned or not message.updated]
         for message in left:
             if message.work is None or self._abandoned:
                 layers = checks.some(message.layers, 2)
                 raise checks.order(f"message of {layers}", "update before backward", "call model.backward() first")
+        return self._arriving(left)
+
+    def _arriving(self, left: Sequence[Message]) -> Iterator[Message]:
         self._written.clear()  # once used, gradients are not added to
         for message in left:
             self._arrive(message)

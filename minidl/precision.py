@@ -42,6 +42,8 @@ _PRECISIONS = {
     "bf16": Precision("bf16", bfloat16),
     "fp16": Precision("fp16", float16, loss_scaling=True),
 }
+PRECISIONS = tuple(_PRECISIONS)
+"""The names of all precisions."""
 _ALIASES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 

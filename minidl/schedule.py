@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from minidl import checks
@@ -49,6 +49,8 @@ class Step:
 
     def __post_init__(self) -> None:
         _rate("Step", "lr", self.lr)
+        if not isinstance(self.milestones, Iterable):
+            raise checks.bad_value("Step", "milestones", "a sequence of steps, such as (30, 60)", self.milestones)
         milestones = tuple(checks.at_least("Step", "milestones", step, 0) for step in self.milestones)
         if list(milestones) != sorted(set(milestones)):
             raise checks.bad_value("Step", "milestones", "rising", self.milestones)
@@ -159,6 +161,11 @@ class Warmup:
 
     The schedule's own clock is not shifted: after the warm-up it is where it would have been without (Goyal et al.,
     "Accurate, large minibatch SGD", 2017).
+
+    Args:
+        schedule: from the step to the learning rate, such as `Cosine`.
+        steps: of the optimizer, not epochs; at least 0.
+        start: learning rate at step 0.
     """
 
     schedule: Schedule
@@ -166,6 +173,8 @@ class Warmup:
     start: float = 0.0
 
     def __post_init__(self) -> None:
+        remedy = "Constant(lr) and others make one"
+        checks.function("Warmup", "schedule", self.schedule, "a function of the step", remedy)
         checks.at_least("Warmup", "steps", self.steps, 0)
         _rate("Warmup", "start", self.start)
 

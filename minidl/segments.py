@@ -37,7 +37,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """One parameter's place: ``offset`` and ``size`` in elements of the arena; JSON-able but for nothing."""
+    """One parameter's place: ``offset`` and ``size`` in elements of the arena."""
 
     layer: str
     name: str

@@ -53,6 +53,7 @@ class ShardedSGD(SGD):
     def update(self) -> None:
         """Update the own parts as messages arrive, and take those of the others."""
         if self.scales_loss:  # one rank alone
+            self._collected = None
             super().update()
             return
         arena, self._collected, works = self.arena, None, []

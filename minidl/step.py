@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,25 @@ from minidl.profile import Profiler
 _ALIGNED = 16  # bytes: the widest load of a kernel
 
 
+def require_parts(who: str, model: Model, optimizer: SGD, loss: Loss, accumulate: int) -> None:
+    """Refuse, in the name of ``who``, what is no part of a step, or of another model's, or not to be cut.
+
+    Raises:
+        TypeError: for another kind of object.
+        ValueError: for parts that do not belong together, or an ``accumulate`` below 1.
+    """
+    checks.instance(who, "model", model, Model, "a Model", "Model(graph, ...) makes one of a Graph")
+    checks.instance(who, "optimizer", optimizer, SGD, "an optimizer", "SGD(model, lr) and others make one")
+    checks.instance(who, "loss", loss, Loss, "a Loss", "SoftmaxCrossEntropy(comm=comm) and others make one")
+    if optimizer.model is not model:
+        raise checks.bad_value(who, "optimizer", "that of the model", "another model's")
+    if loss.comm is not model.comm:
+        remedy = f"make it with {type(loss).__name__}(comm=comm)"
+        raise checks.bad_value(who, "loss", "on the model's communicator", loss.comm.name, remedy)
+    if checks.at_least(who, "accumulate", accumulate, 1) > 1 and not loss.divisible:
+        raise checks.bad_value(who, "accumulate", f"1 with {loss.plan()}", accumulate, "take whole batches")
+
+
 class EagerStep:
     """Runs training steps operation by operation.
 
@@ -27,20 +47,13 @@ class EagerStep:
             that has one micro-batch for each.
 
     Raises:
-        ValueError: for parts that do not belong together, or an ``accumulate`` below 1.
+        TypeError, ValueError: as `require_parts`; ValueError for what does not go together (`minidl.legality`).
     """
 
     def __init__(self, model: Model, optimizer: SGD, loss: Loss, *, accumulate: int = 1):
-        if optimizer.model is not model:
-            raise checks.bad_value("step", "optimizer", "that of the model", "another model's")
-        if loss.comm is not model.comm:
-            remedy = f"make it with {type(loss).__name__}(comm=comm)"
-            raise checks.bad_value("step", "loss", "on the model's communicator", loss.comm.name, remedy)
-        self.model, self.optimizer, self.loss = model, optimizer, loss
-        self.accumulate = checks.at_least("step", "accumulate", accumulate, 1)
-        if self.accumulate > 1 and not loss.divisible:
-            raise checks.bad_value("step", "accumulate", f"1 with {loss.plan()}", accumulate, "take whole batches")
-        legality.refuse("step", **optimizer.parts(), accumulated=self.accumulate > 1)
+        require_parts("EagerStep", model, optimizer, loss, accumulate)
+        self.model, self.optimizer, self.loss, self.accumulate = model, optimizer, loss, int(accumulate)
+        legality.refuse("EagerStep", **optimizer.parts(), accumulated=self.accumulate > 1)
         self.num_classes = model.graph.output_node.shape[-1]
 
     def __call__(self, images: Any, labels: Any, first_sample: int = 0, *, eager: bool = False) -> Totals:
@@ -62,14 +75,15 @@ class EagerStep:
     def _parts(self, images: Any, labels: Any, first_sample: int, parts: list[tuple[int, int]]) -> Totals:
         if len(parts) == 1:
             return self.part(images, labels, first_sample)
-        ops, count = self.model.ops, self.loss.count(labels, self.num_classes)
-        rows = ops.empty((len(parts), *count.shape), np.float64)
+        ops, count, rows = self.model.ops, self.loss.count(labels, self.num_classes), None
         for i, (begin, end) in enumerate(parts):
             ends = {"first": i == 0, "last": i == len(parts) - 1}
             cut = (self._cut(array, begin, end) for array in (images, labels))
             totals = self.part(*cut, first_sample + begin, count, **ends)
+            if rows is None:
+                rows = ops.empty((len(parts), *totals.array.shape), np.float64)
             ops.copy_into(rows[i], totals.array)
-        return Totals(ops, rows, self.num_classes, self.loss)
+        return replace(totals, array=rows)
 
     def _cut(self, array: Any, begin: int, end: int) -> Any:
         """Samples ``begin`` to ``end``, on a GPU at an address as good as that of a whole batch.

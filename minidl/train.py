@@ -20,13 +20,14 @@ from minidl.dist import abort
 from minidl.dist.agree import on_rank_0, require_same
 from minidl.fusion import Plan, fuse, fuse_by_default
 from minidl.loss import Loss, Sums, Totals
+from minidl.metrics import TopK
 from minidl.model import Model
 from minidl.nonfinite import GradientWatch
 from minidl.optim import SGD
 from minidl.profile import Profiler
 from minidl.progress import MetricsLog, Progress, progress
 from minidl.shapes import ceil_div
-from minidl.step import EagerStep
+from minidl.step import EagerStep, require_parts
 from minidl.stopping import StopRequest
 
 
@@ -82,7 +83,7 @@ class Trainer:
     Raises:
         ValueError: parts that do not belong together, or differ between ranks; training would then go wrong in silence.
             An output that is no folder.
-        TypeError: settings that JSON cannot hold.
+        TypeError: parts of another kind, settings that JSON cannot hold.
         FloatingPointError: from `fit`, when the training loss is not finite, or gradients that are watched.
     """
 
@@ -110,7 +111,8 @@ class Trainer:
         fusion: str | Path | Plan | None = None,
         display: Progress | None = None,
     ):
-        self.model, self.optimizer, self.loss = model, optimizer, loss
+        require_parts("Trainer", model, optimizer, loss, accumulate)
+        self.model, self.optimizer, self.loss, self.accumulate = model, optimizer, loss, int(accumulate)
         self.train_loader, self.test_loader = train_loader, test_loader
         self.schedule, self.average = schedule, average
         self.epochs = checks.at_least("Trainer", "epochs", epochs, 1)
@@ -138,7 +140,7 @@ class Trainer:
         parts = optimizer.parts() | {"checkpoints": output is not None, "watched": watch_gradients}
         legality.refuse("Trainer", **parts)
         self._watch = GradientWatch(model.arena) if watch_gradients else None
-        self.compile, self.accumulate = compile, checks.at_least("Trainer", "accumulate", accumulate, 1)
+        self.compile = compile
         if fusion is None:
             fuse_by_default(model)
         else:
@@ -150,14 +152,15 @@ class Trainer:
         on_rank_0(self.comm, self._check_output)
 
     def _check_parts(self) -> None:
-        """Refuse parts that were made for another model or another rank."""
-        if self.optimizer.model is not self.model:
-            raise checks.bad_value("Trainer", "optimizer", "that of the model", "another model's")
-        if self.average is not None and self.average.model is not self.model:
-            raise checks.bad_value("Trainer", "average", "of the model", "another model's")
-        if self.loss.comm is not self.comm:
-            remedy = f"make it with {type(self.loss).__name__}(comm=comm)"
-            raise checks.bad_value("Trainer", "loss", "on the model's communicator", self.loss.comm.name, remedy)
+        """Refuse parts of another kind, and those that were made for another model or another rank."""
+        remedy = "bench.training.TrainingProfile(path) is one"
+        checks.instance("Trainer", "profile", self.profile, StepWatch, "a callbacks.StepWatch", remedy)
+        checks.instance("Trainer", "display", self.display, Progress, "a progress.Progress")
+        if self.average is not None:
+            remedy = "WeightAverage(model, decay) is one"
+            checks.instance("Trainer", "average", self.average, WeightAverage, "a WeightAverage", remedy)
+            if self.average.model is not self.model:
+                raise checks.bad_value("Trainer", "average", "of the model", "another model's")
         if not callable(self.schedule):
             given, remedy = checks.describe(self.schedule), "for a fixed rate pass schedule.Constant(rate)"
             raise checks.bad_dtype("Trainer", "schedule", "a function of the step", given, remedy)
@@ -174,9 +177,8 @@ class Trainer:
             if loader is not None and loader.dtype != (stored := self.model.precision.storage):
                 remedy = "make it with dtype=model.precision.storage"
                 raise checks.bad_dtype("Trainer", f"images of {argument}", str(stored), loader.dtype, remedy)
-        strange = [c for c in self.callbacks if isinstance(c, type) or not hasattr(c, "key")]
-        if strange:
-            raise checks.bad_dtype("Trainer", "callbacks", "callbacks.Callback objects", checks.describe(strange[0]))
+        for callback in self.callbacks:
+            checks.instance("Trainer", "callbacks", callback, Callback, "callbacks.Callback objects")
         keys = [callback.key for callback in self.callbacks]
         if len(set(keys)) < len(keys):
             raise checks.bad_value("Trainer", "callbacks", "of different keys", keys)
@@ -184,6 +186,10 @@ class Trainer:
             raise checks.impossible("Trainer", "the model has no weights that are trained", "freeze fewer of them")
         if self.metrics and self.test_loader is None:
             raise checks.bad_value("Trainer", "metrics", "left out without a test_loader", sorted(self.metrics))
+        for metric in self.metrics.values():
+            checks.instance("Trainer", "metrics", metric, Metric, "metrics such as Confusion(comm=comm)")
+            if isinstance(metric, TopK):
+                metric.require(self.model.graph.output_node.shape[-1])
 
     def _choose_step(self) -> EagerStep | CompiledStep:
         reason = obstacle(self.model, self.optimizer)

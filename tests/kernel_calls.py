@@ -265,7 +265,8 @@ def call_loss() -> None:
     for (dtype, label), shape in itertools.product(kinds, shapes):
         logits, labels = ops.empty(shape, dtype), ops.empty(shape[:-1], label)
         totals, lse = ops.softmax_cross_entropy(logits, labels, ignore_index=255)
-        ops.count_labels(labels, shape[-1], ignore_index=255)
+        for weights in (None, ops.empty(shape[-1], np.float32)):
+            ops.count_labels(labels, shape[-1], weights, ignore_index=255)
         for factor in (None, scale):
             ops.softmax_cross_entropy_backward(logits, labels, lse, totals, factor, ignore_index=255)
 

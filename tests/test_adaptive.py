@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import numpy as np
 import pytest
 
@@ -151,7 +153,6 @@ REFUSED = {
         lambda model: m.LARS(model, 0.1, trust_coefficient=0),
         "LARS: trust_coefficient must be a number above 0",
     ),
-    "nesterov": (lambda model: m.LARS(model, 0.1, nesterov=True), "LARS: nesterov must be left out"),
     "momentum": (lambda model: m.LARS(model, 0.1, momentum=0), "LARS: momentum must be a number in"),
     "rate": (lambda model: m.AdamW(model, -1), "AdamW: lr must be a number of at least 0"),
     "norm": (lambda model: m.SGD(model, 0.1, clip_norm=0), "SGD: clip_norm must be a number above 0"),
@@ -165,3 +166,21 @@ def test_impossible_settings_are_refused(case, cpu_ops, rng):
     make, text = REFUSED[case]
     with pytest.raises(ValueError, match=text):
         make(m.Model(models.mlp(3, (4, 4, 2), (5,))))
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"), [(m.AdamW, "momentum"), (m.AdamW, "nesterov"), (m.LAMB, "momentum"), (m.LARS, "nesterov")]
+)
+def test_options_of_others_are_refused_in_the_name_of_the_class(kind, option, cpu_ops):
+    with pytest.raises(TypeError, match=rf"^{kind.__name__}.__init__\(\) .*'{option}'"):
+        kind(m.Model(models.mlp(3, (4, 4, 2), (5,))), 0.1, **{option: 0.9})
+
+
+@pytest.mark.parametrize("kind", [m.AdamW, m.LAMB, m.LARS])
+def test_signatures_tell_the_options_that_all_optimizers_have(kind):
+    common, own = (inspect.signature(one).parameters for one in (m.SGD, kind))
+    names = [name for name, p in common.items() if p.kind is p.KEYWORD_ONLY]
+    assert {name: own[name].default for name in names if name != "decay_norm_and_bias"} == {
+        name: common[name].default for name in names if name != "decay_norm_and_bias"
+    }
+    assert not [p for p in own.values() if p.kind is p.VAR_KEYWORD]

@@ -7,7 +7,9 @@ import pytest
 
 import minidl as m
 from minidl import cli, data, models, schedule
+from minidl.fusion import fold
 from minidl.train import Trainer
+from tests.small_steps import batches, small_model
 from tests.tolerance import assert_same_arrays
 
 STEPS = 10  # of two epochs
@@ -84,3 +86,23 @@ def test_the_command_averages_and_goes_on_with_the_same_decay_only(tmp_path, cap
     with pytest.raises(SystemExit):
         cli.main(["train", *options, "0.9", "--resume"])
     assert "average: 0.99 there, 0.9 here" in capsys.readouterr().err
+
+
+def test_a_folded_model_predicts_with_the_weights_that_it_has(cpu_ops):
+    """Folded before the block, or within it."""
+    model = small_model("resnet20", "fp32", "cpu")
+    optimizer, loss, average = m.SGD(model, 0.05, 0.9), m.SoftmaxCrossEntropy(), m.WeightAverage(model, 0.5)
+    for x, labels in batches(model, "resnet20", 3):
+        loss.forward(model.forward(x), labels)
+        model.backward(loss.backward())
+        optimizer.step()
+        average.update()
+    model.eval()
+    own = model.forward(x).copy()
+    with average.applied():
+        averaged = model.forward(x).copy()
+    fold(model)
+    with average.applied():
+        assert np.array_equal(model.forward(x), averaged)
+        fold(model)
+    assert np.array_equal(model.forward(x), own) and not np.allclose(own, averaged)

@@ -70,7 +70,10 @@ def run_cli(capsys, *words):
     (["layers", "--json", "r.out", "--csv", "./r.out"], "--csv must be another file than --json, got './r.out'"),
     (["layers", "--model", "lenet", "--seconds", "0"], "minidl bench: --seconds must be a number above 0"),
     (["layers", "--model", "lenet", "--group-mb", "-1"], "minidl bench: --group-mb must be a number of at least 0"),
-    (["model", "--model", "lenet", "--precision", "tf32", "--device", "cpu"], "tf32"),
+    (["model", "--model", "lenet", "--precision", "tf32", "--device", "cpu"], "on the cpu, got 'tf32'"),
+    (["layers", "--model", "lenet", "--precision", "tf32x3"], "on the cpu, got 'tf32x3'"),
+    (["layers", "--precision", "tf32x3", "--peer", "torch"], "--peer must be left out with --precision tf32x3"),
+    (["layers", "--precision", "tf32x3", "--torch", "m:n"], "--torch must be left out with --precision tf32x3"),
 ])  # fmt: skip
 def test_what_cannot_be_measured_is_one_clear_line(words, message, capsys, known_ceilings):
     device = [] if "--device" in words else ["--device", "cpu"]

@@ -40,11 +40,14 @@ NETWORKS = {
 }
 
 
-def make(kind, network="dropping", precision="fp32", device="cuda", frozen=(), fuse="none", accumulate=1, **options):
+def make(
+    kind, network="dropping", precision="fp32", device="cuda", frozen=(), fuse="none", accumulate=1, loss=None,
+    **options,
+):  # fmt: skip
     model = m.Model(NETWORKS[network](), device=device, precision=precision, seed=4, frozen=frozen, **options)
     fusion.fuse(model, fuse)
     optimizer = m.SGD(model, 0.1, 0.9, 1e-3, nesterov=True)
-    return kind(model, optimizer, m.SoftmaxCrossEntropy(ignore_index=IGNORED), accumulate=accumulate)
+    return kind(model, optimizer, loss or m.SoftmaxCrossEntropy(ignore_index=IGNORED), accumulate=accumulate)
 
 
 def optimizer_of(step):
@@ -122,6 +125,16 @@ def test_micro_batches_compile(accumulate, samples, graphs, cuda_ops):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_mixed_labels_compile(accumulate, cuda_ops):
     assert_equal_runs(cuda_ops, accumulate=accumulate, mixed=True)
+
+
+@pytest.mark.parametrize("case", ["smoothed", "weighted", "squares"])
+def test_micro_batches_of_other_losses_compile(case, cuda_ops):
+    loss = {
+        "smoothed": m.SoftmaxCrossEntropy(IGNORED, label_smoothing=0.1),
+        "weighted": m.SoftmaxCrossEntropy(IGNORED, weight=[1, 2, 0.5, 3]),
+        "squares": m.MSELoss(),
+    }[case]
+    assert_equal_runs(cuda_ops, accumulate=2, mixed=case == "squares", loss=loss)
 
 
 def test_whatever_happens_between_steps_is_seen(cuda_ops):
@@ -204,7 +217,7 @@ def test_another_kind_of_batch_is_refused_as_by_an_eager_step(cuda_ops):
         for _ in range(3):
             with pytest.raises(TypeError, match="model: x must be"):
                 step(wrong, labels)
-    with pytest.raises(TypeError, match="loss: labels must be"):
+    with pytest.raises(TypeError, match="SoftmaxCrossEntropy: labels must be"):
         step(x, cuda_ops.to_host(labels))
     fusion.fold(step.model.eval())
     with pytest.raises(RuntimeError, match="is folded for inference"):
@@ -398,25 +411,6 @@ def test_micro_batches_are_the_whole_batch(accumulate, ops):
         np.testing.assert_allclose(one[name], other[name], rtol=1e-4, atol=1e-6, err_msg=name)
 
 
-def test_only_losses_whose_divisor_can_be_counted_first_are_cut(ops):
-    for loss in (m.SoftmaxCrossEntropy(label_smoothing=0.1), m.MSELoss(), m.DiceLoss()):
-        model = m.Model(NETWORKS["plain"](), device=ops.name)
-        with pytest.raises(ValueError, match="accumulate must be 1 with"):
-            EagerStep(model, m.SGD(model, 0.1), loss, accumulate=2)
-        EagerStep(model, m.SGD(model, 0.1), loss)
-
-
-def test_labels_are_counted(ops, rng):
-    for shape in [(0,), (1,), (7,), (3, 5, 11), (300_001,)]:
-        for dtype in (np.int32, np.int64, np.uint8):
-            labels = rng.integers(0, 9, shape).astype(dtype)
-            if dtype != np.uint8:
-                labels[labels == 8] = -1
-            counted = ops.to_host(ops.count_labels(ops.from_host(labels), 7, ignore_index=3))
-            expected = np.count_nonzero((labels >= 0) & (labels < 7) & (labels != 3))
-            np.testing.assert_array_equal(counted, [0, expected, 0, 0])
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, np.uint32])
 def test_a_few_numbers_are_assigned(ops, dtype):
     out = ops.zeros(8, np.dtype(dtype))
@@ -453,7 +447,10 @@ def test_what_is_in_the_way_is_named(cpu_ops):
 
 def test_parts_of_different_models_make_no_step(cpu_ops):
     one, other = make(EagerStep, device="cpu"), make(EagerStep, device="cpu")
-    with pytest.raises(ValueError, match="optimizer must be that of the model"):
-        EagerStep(one.model, other.optimizer, one.loss)
-    with pytest.raises(ValueError, match="accumulate must be"):
-        EagerStep(one.model, one.optimizer, one.loss, accumulate=0)
+    for kind in (EagerStep, CompiledStep):
+        with pytest.raises(ValueError, match=f"{kind.__name__}: optimizer must be that of the model"):
+            kind(one.model, other.optimizer, one.loss)
+        with pytest.raises(ValueError, match=f"{kind.__name__}: accumulate must be"):
+            kind(one.model, one.optimizer, one.loss, accumulate=0)
+        with pytest.raises(TypeError, match=f"{kind.__name__}: model must be a Model, got Graph"):
+            kind(one.model.graph, one.optimizer, one.loss)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 import minidl as m
 from minidl import models
-from minidl.profile import PassCost
+from minidl.profile import Cost, PassCost
 from tests.test_cost import costs
 
 
@@ -63,3 +65,18 @@ def test_smoothing_costs_three_operations_more():
     assert (smoothed.forward - plain.forward, smoothed.backward_data - plain.backward_data) == (
         PassCost(2 * 80), PassCost(80)
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "shape", "itemsize", "target"),
+    [
+        (m.MSELoss(), (4, 3), 4, 48),
+        (m.FocalLoss(), (4, 5, 5, 2), 2, 400),
+        (m.BCEWithLogitsLoss(), (7,), 4, 28),
+        (m.DiceLoss(), (2, 3, 3, 5), 2, 72),
+    ],
+)
+def test_other_losses_move_predictions_targets_and_gradients_once(loss, shape, itemsize, target):
+    x = itemsize * math.prod(shape)
+    expected = Cost(forward=PassCost(0, x + target), backward_data=PassCost(0, 2 * x + target))
+    assert loss.cost(shape, itemsize=itemsize) == expected

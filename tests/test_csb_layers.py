@@ -27,7 +27,7 @@ def conv(rng, stride=1):
 
 
 def wide(rng, **geometry):
-    return CSBConv2d.from_dense(masked(rng, (9, 3, 2, 5)), draw(rng, 9, f32), blocksize=4, **geometry)
+    return CSBConv2d.from_dense(masked(rng, (9, 3, 2, 5)), draw(rng, 9, f32), blocksize=(4, 4), **geometry)
 
 
 LAYERS = {

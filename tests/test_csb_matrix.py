@@ -64,6 +64,10 @@ def test_attributes_have_scipys_names(rng):
     a = CSBMatrix.from_dense(dense, 64)
     assert (a.shape, a.T.shape, a.ndim, a.dtype, a.nnz) == ((70, 150), (150, 70), 2, f32, np.count_nonzero(dense))
     assert a.blocksize == (64, 64) and a.format == "csb"
+    assert CSBMatrix.from_dense(dense, a.blocksize).pattern == a.pattern
+    assert CSBMatrix.from_scipy(a.tocoo(), a.blocksize).pattern == a.pattern
+    with pytest.raises(ValueError, match="block side must be an integer"):
+        CSBMatrix.from_dense(dense, (64, 32))
     assert a.indptr.dtype == np.int32 and a.indptr.shape == (2 * 3 + 1,) and a.indices.dtype == np.uint16
     assert a.nbytes == 4 * 7 + 2 * a.nnz + 4 * a.nnz
     assert repr(a) == f"<CSBMatrix 70x150 float32, {a.nnz} elements ({100 * a.nnz / 10500:.3g} %), blocks of 64, cpu>"

@@ -15,14 +15,16 @@ from minidl.data import (
     ArrayDataset,
     Compose,
     Loader,
+    MixUp,
     RandomCrop,
     RandomHorizontalFlip,
+    RandomResizedCrop,
     counter,
     dataset,
     shard,
     synthetic,
 )
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import bfloat16, float16, float32, precision
 from tests.tolerance import STORE
 
 AUGMENT = Compose(RandomCrop(2), RandomHorizontalFlip())
@@ -34,6 +36,10 @@ def numbered(count: int, *, maps: bool = False) -> ArrayDataset:
     images[:, 0, 0, 0] = np.arange(count)
     labels = np.arange(count)
     return ArrayDataset(images, np.broadcast_to(labels[:, None, None], (count, 5, 4)) if maps else labels, count)
+
+
+def photographs(num_classes: int = 2, **options) -> ArrayDataset:
+    return ArrayDataset(np.zeros((4, 3, 3, 3), np.uint8), np.zeros(4, int), num_classes, **options)
 
 
 def epoch_of(loader: Loader) -> list[data.Batch]:
@@ -302,6 +308,11 @@ def test_compose_gives_each_step_words_of_its_own():
     assert len(set(streams)) == 2
 
 
+@pytest.mark.parametrize("name", ["fp32", "tf32", "bf16", "fp16", "bfloat16"])
+def test_images_are_stored_as_a_precision_of_this_name_stores_them(name):
+    assert next(iter(Loader(numbered(4), 2, dtype=name))).images.dtype == precision(name).storage
+
+
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 
@@ -338,6 +349,23 @@ def test_compose_gives_each_step_words_of_its_own():
         (lambda: Loader([(np.zeros((2, 2, 1), np.uint8), [1, 2])], 1), ValueError, "label"),
         (lambda: RandomCrop(-1), ValueError, "padding"),
         (lambda: RandomHorizontalFlip(1.5), ValueError, "p must be"),
+        (lambda: RandomHorizontalFlip("a"), ValueError, "p must be a number"),
+        (lambda: RandomResizedCrop(0.5), ValueError, "scale must be a range within"),
+        (lambda: RandomResizedCrop((0.5, "1")), ValueError, "scale must be a range within"),
+        (lambda: RandomResizedCrop((0.9, 0.5)), ValueError, "scale must be a range within"),
+        (lambda: RandomResizedCrop(ratio=(1.0, np.inf)), ValueError, "ratio must be a range above 0, finite"),
+        (lambda: Compose(RandomCrop), TypeError, "steps must be augmentations"),
+        (lambda: Loader(numbered(4), 2, augment=RandomCrop), TypeError, "augment must be a function"),
+        (lambda: Loader(numbered(4), 2, mix=0.2), TypeError, r"mix must be a MixUp, got float 0.2; MixUp\("),
+        (lambda: Loader(numbered(4), 2, mix=MixUp), TypeError, "mix must be a MixUp"),
+        (lambda: Loader(numbered(4), 2, transfer="cuda"), TypeError, r"transfer must .*'cuda'; model.ops.uploader\(\)"),
+        (lambda: Loader(numbered(4), 2, normalise=True), TypeError, "normalise must be a function"),
+        (lambda: Loader(numbered(4), 2, dtype="int8"), ValueError, "unknown precision 'int8'"),
+        (lambda: Loader(numbered(4), 2, mean=0.5), ValueError, "mean must be 2 numbers"),
+        (lambda: photographs(num_classes="2"), ValueError, "num_classes must be an integer"),
+        (lambda: photographs(mean=0.5), ValueError, "mean must be 3 numbers, one per channel"),
+        (lambda: photographs(std=("a", "b", "c")), ValueError, "std must be 3 numbers, one per channel"),
+        (lambda: synthetic(shape=32), ValueError, r"shape must be \(height, width, channels\), got 32"),
     ],
 )
 def test_errors_name_the_argument(call, error, words):

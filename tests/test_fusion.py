@@ -422,6 +422,8 @@ def test_plans_round_trip_through_files(tmp_path, cpu_ops):
 def test_plans_that_do_not_fit_are_refused_by_name(tmp_path):
     model = m.Model(preactivation())
     own = fusion.choose(fusion.find_sites(model.graph), "elementwise")
+    with pytest.raises(TypeError, match=r"fuse: model must be a Model, got Graph .*; Model\(graph"):
+        fusion.fuse(model.graph, "auto")
     with pytest.raises(ValueError, match="did you mean 'elementwise'"):
         fusion.fuse(model, "elementwize")
     with pytest.raises(ValueError, match="another network: the plan has 'conv"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 import minidl as m
 from minidl import fusion, models
+from minidl.backend import open_device
 from minidl.fusion.plans import candidates, modes_of, way_of
 from tests.test_fusion import close, fused, run
 
@@ -93,3 +95,52 @@ def test_convolutions_that_add_to_gradients_may_make_both_of_their_own(ops, how,
     if ops.name == "cpu":
         expected = [{"below", "other", "add"}, {"below", "add"}] if how != "elementwise" else [set()]
         assert all(what in told for what in expected), told
+
+
+def trained_once(graph, set_modes=lambda model: None):
+    """Gradients of a network's weights on images of 6x6x4, float32 on the CPU."""
+    model, rng = m.Model(graph, seed=1), np.random.default_rng(0)
+    set_modes(model)
+    y = model.forward(rng.standard_normal((3, 6, 6, 4), np.float32))
+    model.backward(rng.standard_normal(y.shape, np.float32))
+    return {s.full_name: model.arena.gradient(s.offset, s.offset + s.size).copy() for s in model.arena.segments}
+
+
+def over(build):
+    graph = m.Graph()
+    y = m.Flatten()(build(graph.input((6, 6, 4))))
+    return graph.output(m.Linear(y.shape[0], 5, name="l")(y))
+
+
+def test_one_that_is_lazy_by_hand_leaves_its_pass_to_any_layer_below(monkeypatch):
+    """A batch norm, a sum of two convolutions of which a kernel makes both gradients of one."""
+    monkeypatch.setattr(open_device("cpu"), "conv2d_makes_both", lambda shape, w, **k: w.shape[1:3] == (1, 1))
+
+    def two_norms(x):
+        return m.BatchNorm2d(4, name="bn")(m.BatchNorm2d(4, name="b1")(m.Conv2d(4, 4, 1, bias=False, name="c")(x)))
+
+    def of_a_sum(x):
+        a = m.Conv2d(4, 4, 3, padding=1, bias=False, name="c0")(x)
+        q = m.Conv2d(4, 8, 3, padding=1, bias=False, name="q")(a)
+        return m.BatchNorm2d(8, name="bn")(m.Add()(m.Conv2d(4, 8, 1, bias=False, name="p")(a), q))
+
+    def lazy(model):
+        model.graph["bn"].layer.lazy = True
+
+    for build in (two_norms, of_a_sum):
+        plain, found = trained_once(over(build)), trained_once(over(build), lazy)
+        for name, gradient in plain.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-4, err_msg=f"{build.__name__} {name}")
+
+
+def test_a_transposed_convolution_masks_beside_other_readers():
+    def build(x):
+        relu = m.ReLU()(m.BatchNorm2d(4, name="bn")(m.Conv2d(4, 4, 1, bias=False, name="c")(x)))
+        return m.Add()(m.ConvTranspose2d(4, 4, 1, bias=False, name="t")(relu), m.Conv2d(4, 4, 1, name="d")(relu))
+
+    def masking(model):
+        model.graph["t"].layer.masks = model.graph["bn"].layer.deferred = True
+
+    plain, found = trained_once(over(build)), trained_once(over(build), masking)
+    for name, gradient in plain.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-4, atol=1e-4, err_msg=name)

@@ -228,6 +228,10 @@ def test_unknown_models_and_unfit_images_are_clear_errors():
         models.build("unet", (100, 15, 3), 2)
     with pytest.raises(ValueError, match="at least as large"):
         models.build("vgg16", (16, 16, 3), 2)
+    with pytest.raises(ValueError, match=r"mlp: hidden must be a sequence of widths, such as \(128, 128\), got 128"):
+        models.mlp(hidden=128)
+    with pytest.raises(ValueError, match="efficientnet_b0: stochastic_depth must be a number in .*, got 2"):
+        models.efficientnet_b0(stochastic_depth=2)
 
 
 def parameter_names(model):

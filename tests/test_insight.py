@@ -7,7 +7,8 @@ import pytest
 
 import minidl as m
 from minidl import cli, models
-from minidl.bench.compare_backends import compare
+from minidl.bench.compare_backends import TOLERANCES, compare
+from minidl.precision import PRECISIONS
 
 f32 = np.float32
 
@@ -269,6 +270,10 @@ def test_cpu_and_gpu_agree(cuda_ops):
         found = compare(*pair(device="cuda", precision=mode), batch=4)
         first = next((d for d in found if not d.relative <= bound), None)
         assert first is None, first
+
+
+def test_every_precision_has_a_tolerance():
+    assert set(TOLERANCES) == set(PRECISIONS)
 
 
 def test_the_command_names_what_differs(capsys):

@@ -87,6 +87,12 @@ def test_a_pair_is_refused_exactly_where_the_table_says_so(pair, tmp_path):
     assert f"{first} together with {second}: {reason}; leave one of the two out" in str(error.value)
 
 
+@pytest.mark.parametrize("part", ["rows", "filters"])
+def test_layers_that_ranks_share_are_parts(part):
+    told = m.SGD(m.Model(network({part}, Twins()), comm=Twins()), 0.1).parts()
+    assert {name for name in ("rows", "filters") if told[name]} == {part}
+
+
 def test_the_table_knows_its_parts_in_their_order():
     order = list(PARTS)
     for first, second in TABLE:

@@ -54,6 +54,20 @@ def test_labels_of_any_type(ops, rng, label_type):
     assert_totals(ops.to_host(totals), reference.softmax_cross_entropy(logits, labels, IGNORE)[0], 40)
 
 
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("label_type", [np.int32, np.int64, np.uint8])
+@pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 5, 11), (300_001,)])
+def test_labels_are_counted(ops, rng, shape, label_type, weighted):
+    labels = rng.integers(0, 9, shape).astype(label_type)
+    if label_type != np.uint8:
+        labels[labels == 8] = -1
+    weights = rng.uniform(0, 2, 7).astype(float32) if weighted else np.ones(7, float32)
+    given = (ops.from_host(weights),) if weighted else ()
+    counted = ops.to_host(ops.count_labels(ops.from_host(labels), 7, *given, ignore_index=3))
+    expected = weights.astype(np.float64)[labels[(labels >= 0) & (labels < 7) & (labels != 3)]].sum()
+    np.testing.assert_allclose(counted, [0, expected, 0, 0], rtol=1e-12 if weighted else 0)
+
+
 @pytest.mark.parametrize("label_type", [np.int32, np.int64])
 def test_labels_out_of_range_are_counted_and_do_nothing_else(ops, rng, label_type):
     logits, labels = case(rng, (12, 6), float32, label_type)

@@ -7,6 +7,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.dist.communicator import SoloCommunicator
 from minidl.step import EagerStep
 from tests.reference import losses as reference
 
@@ -89,7 +90,7 @@ def test_what_is_read_is_the_definition(name, ops, rng):
         assert totals.read()[2:] == (0, 0), "it tells right answers from wrong ones"
 
 
-class Shard:
+class Shard(SoloCommunicator):
     """One of two ranks whose totals are known: adds the other's."""
 
     rank, size, name = 0, 2, "pair"
@@ -138,29 +139,58 @@ def test_a_few_steps_lower_the_loss(name, ops, rng):
     assert seen[-1] < 0.6 * seen[0], seen
 
 
-def test_micro_batches_of_mixed_labels_add_up_to_the_whole(ops, rng):
-    x = ops.from_host(rng.standard_normal((7, 4, 4, 2)).astype(f32))
-    target = ops.from_host(rng.dirichlet([1, 1, 1], 7).astype(f32))
-    states = []
-    for accumulate in (1, 3):
-        model = m.Model(models.mlp(3, (4, 4, 2), (16,)), device=ops.name)
-        step = EagerStep(model, m.SGD(model, 0.1), m.SoftmaxCrossEntropy(), accumulate=accumulate)
-        states.append((step(x, target).read(), model.state_dict()))
-    (whole, expected), (parts, found) = states
-    assert parts == pytest.approx(whole, rel=1e-6)
-    for name, values in expected.items():
-        np.testing.assert_allclose(found[name], values, rtol=1e-5, atol=1e-6)
+def step_of(loss, ops, accumulate):
+    model = m.Model(models.mlp(3, (4, 4, 2), (16,)), device=ops.name, seed=3)
+    return EagerStep(model, m.SGD(model, 0.1), loss, accumulate=accumulate)
+
+
+DIVISIBLE = [name for name in LOSSES if name != "dice"]
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_what_is_counted_is_of_all_ranks(name, cpu_ops, rng):
+    make, labelled = LOSSES[name]
+    logits, labels = drawn(rng, cpu_ops, (10,), 3)
+    labels[::4] = -100
+    target = labels if labelled else rng.integers(0, 2, logits.shape).astype(f32)
+    comm = Shard()
+    comm.other = make().count(target[:3], 3)
+    assert make(comm=comm).count(target[3:], 3)[1] == make().forward(logits, target).array[1] > 0
+
+
+@pytest.mark.parametrize("name", DIVISIBLE)
+def test_micro_batches_add_up_to_the_whole(name, ops, rng):
+    """Of batches of 7, 2 and 1 samples; ignored labels and classes of other weights lie unevenly."""
+    make, labelled = LOSSES[name]
+    x = ops.from_host(rng.standard_normal((10, 4, 4, 2)).astype(f32))
+    labels = np.array([0, -100, 2, 1, 1, -100, -100, 2, 2, 0], np.int32)
+    target = ops.from_host(labels if labelled else rng.dirichlet([1, 1, 1], 10).astype(f32))
+    whole, parts = (step_of(make(), ops, accumulate) for accumulate in (1, 3))
+    for part in (slice(0, 7), slice(7, 9), slice(9, 10)):
+        expected, found = (step(x[part], target[part]).read() for step in (whole, parts))
+        assert found == pytest.approx(expected, rel=2e-6)
+        for key, values in whole.model.state_dict().items():
+            np.testing.assert_allclose(parts.model.state_dict()[key], values, rtol=1e-5, atol=1e-6)
+
+
+def test_a_loss_that_is_no_sum_over_samples_is_not_cut(cpu_ops):
+    step_of(m.DiceLoss(), cpu_ops, 1)
+    with pytest.raises(ValueError, match="EagerStep: accumulate must be 1 with dice .*, got 2; take whole"):
+        step_of(m.DiceLoss(), cpu_ops, 2)
 
 
 CONSTRUCTORS = {
-    "smoothing": (lambda: m.SoftmaxCrossEntropy(label_smoothing=1.5), r"label_smoothing must be a number in \[0, 1\]"),
+    "smoothing": (
+        lambda: m.SoftmaxCrossEntropy(label_smoothing=1.5),
+        r"Entropy: label_smoothing must be a number in \[0, 1\]",
+    ),
     "negative weight": (lambda: m.SoftmaxCrossEntropy(weight=[1, -1]), "weight must be a finite number of at least 0"),
     "no weight": (lambda: m.SoftmaxCrossEntropy(weight=[0, 0]), "not all 0"),
-    "pos_weight": (lambda: m.BCEWithLogitsLoss(0), "pos_weight must be a number above 0"),
-    "alpha": (lambda: m.FocalLoss(alpha=2), "alpha must be"),
+    "pos_weight": (lambda: m.BCEWithLogitsLoss(0), "BCEWithLogitsLoss: pos_weight must be a number above 0"),
+    "alpha": (lambda: m.FocalLoss(alpha=2), "FocalLoss: alpha must be"),
     "gamma": (lambda: m.FocalLoss(gamma=0.5), "gamma must be a number of 0, or at least 1"),
     "smooth": (lambda: m.DiceLoss(smooth=0), "smooth must be a number above 0"),
-    "index": (lambda: m.DiceLoss(ignore_index=1.5), "ignore_index must be an integer"),
+    "index": (lambda: m.DiceLoss(ignore_index=1.5), "DiceLoss: ignore_index must be an integer"),
     "k": (lambda: m.TopK(0), "k must be an integer of at least 1"),
 }
 
@@ -174,25 +204,33 @@ def test_impossible_settings_are_refused(case):
 
 def test_doors_say_what_does_not_fit():
     x = np.zeros((2, 3), f32)
-    with pytest.raises(ValueError, match=r"targets must have shape \(2, 3\) like the predictions"):
+    with pytest.raises(ValueError, match=r"MSELoss: targets must have shape \(2, 3\) like the predictions"):
         m.MSELoss().forward(x, np.zeros(2, f32))
-    with pytest.raises(TypeError, match=r"targets must be float32 like the predictions, got int64; .*astype"):
+    with pytest.raises(TypeError, match=r"BCEWithLogitsLoss: targets must be float32 like .*, got int64; .*astype"):
         m.BCEWithLogitsLoss().forward(x, np.zeros((2, 3), np.int64))
     with pytest.raises(
         ValueError, match=r"probabilities must have shape \(2, 3\) like the logits, or labels, got \(2, 4\)"
     ):
         m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 4), f32))
-    with pytest.raises(TypeError, match="probabilities must be float32, got float64"):
+    with pytest.raises(TypeError, match="MSELoss: predictions must be float32, bfloat16 or float16, got float64"):
+        m.MSELoss().forward(np.zeros((2, 3)), x)
+    with pytest.raises(TypeError, match="FocalLoss: targets must be a NumPy"):
+        m.FocalLoss().forward(x, None)
+    with pytest.raises(TypeError, match="SoftmaxCrossEntropy: probabilities must be float32, got float64"):
         m.SoftmaxCrossEntropy().forward(x, np.zeros((2, 3)))
-    with pytest.raises(ValueError, match="a class for each weight"):
-        m.SoftmaxCrossEntropy(weight=[1, 2]).forward(x, np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="at least two classes"):
+    for call in (
+        lambda loss: loss.forward(x, np.zeros(2, np.int64)),
+        lambda loss: loss.count(np.zeros(2, np.int64), 3),
+    ):
+        with pytest.raises(ValueError, match=r"weight must have shape \(3,\), one for each class, got \(2,\)"):
+            call(m.SoftmaxCrossEntropy(weight=[1, 2]))
+    with pytest.raises(ValueError, match="DiceLoss: logits must have shape .* at least two classes"):
         m.DiceLoss().forward(x[:, :1], np.zeros(2, np.int64))
-    with pytest.raises(ValueError, match="1 labels outside"):
+    with pytest.raises(ValueError, match="DiceLoss: 1 labels outside"):
         _ = m.DiceLoss().forward(x, np.array([0, 7])).loss
     with pytest.raises(ValueError, match="1 labels outside"):
         _ = m.SoftmaxCrossEntropy(label_smoothing=0.1).forward(x, np.array([0, 7])).loss
-    with pytest.raises(RuntimeError, match="without a forward pass"):
+    with pytest.raises(RuntimeError, match=r"MSELoss: backward without .*; call forward\(predictions, targets\)"):
         m.MSELoss().backward()
     for logits in (np.zeros(3, f32), np.zeros((3, 0), f32)):
         with pytest.raises(ValueError, match=r"\(N, K\) or \(N, H, W, K\) with at least one class"):
@@ -211,7 +249,7 @@ def test_doors_say_what_does_not_fit():
 def test_a_scale_that_is_none_is_refused_and_the_pass_can_be_taken_again(scale):
     loss = m.MSELoss()
     loss.forward(np.ones((2, 3), f32), np.zeros((2, 3), f32))
-    with pytest.raises(TypeError, match=r"scale must be a float32 cpu array \(1,\).*optimizer.loss_scale"):
+    with pytest.raises(TypeError, match=r"MSELoss: scale must be a float32 cpu array \(1,\).*optimizer.loss_scale"):
         loss.backward(scale)
     np.testing.assert_allclose(loss.backward(np.full(1, 3.0, f32)), np.full((2, 3), 1.0, f32))
 
@@ -263,9 +301,27 @@ def test_overflow_and_nan_are_no_news(case, large, ops, dtype, rng):
     loss.backward()
 
 
+@pytest.mark.parametrize("metric", [m.TopK(2), m.Confusion()])
+def test_a_metric_that_was_reset_knows_of_nothing(metric, ops):
+    for classes in (3, 2):
+        metric.update(ops.from_host(np.eye(classes, dtype=f32)), ops.from_host(np.arange(classes)))
+        assert metric.value() == 1.0
+        metric.reset()
+        with pytest.raises(RuntimeError, match="nothing was counted yet"):
+            metric.read()
+
+
 def test_intersection_over_union_of_classes():
     matrix = np.array([[3, 1, 0], [2, 4, 0], [0, 0, 0]])
     np.testing.assert_allclose(m.Confusion.iou(matrix), [3 / 6, 4 / 7, np.nan])
+
+
+@pytest.mark.parametrize("make", [m.MSELoss, m.SoftmaxCrossEntropy, m.TopK, m.Confusion, m.Model])
+@pytest.mark.parametrize("comm", [4, True, SoloCommunicator])
+def test_what_is_no_communicator_is_refused(make, comm):
+    graph, who = ((models.mlp(3, (4, 4, 2)),), "model") if make is m.Model else ((), make.__name__)
+    with pytest.raises(TypeError, match=rf"{who}: comm must be a communicator, got .*; dist.init\(\) gives one"):
+        make(*graph, comm=comm)
 
 
 def test_metrics_refuse_what_does_not_fit():
@@ -275,7 +331,9 @@ def test_metrics_refuse_what_does_not_fit():
         m.TopK(4).update(np.zeros((2, 3), f32), np.array([0, 1]))
     metric = m.Confusion()
     metric.update(np.zeros((2, 3), f32), np.array([0, 5]))
-    with pytest.raises(ValueError, match="1 labels outside"):
+    with pytest.raises(ValueError, match="Confusion: 1 labels outside"):
         metric.read()
+    with pytest.raises(ValueError, match=r"Confusion: labels must have shape \(2,\)"):
+        metric.update(np.zeros((2, 3), f32), np.array([0]))
     with pytest.raises(ValueError, match=r"\(\.\.\., 3\) as before"):
         metric.update(np.zeros((2, 4), f32), np.array([0, 1]))

@@ -13,6 +13,7 @@ from minidl.memory import Plan, Trace, check, problem
 from minidl.memory.limit import host_budget, parse_limit
 from minidl.memory.record import blank, record
 from minidl.memory.visits import candidates, visiting
+from minidl.precision import PRECISIONS
 from minidl.profile.results import result, write
 
 SMALL = ["plan", "--model", "resnet20", "--batch", "256"]
@@ -187,6 +188,12 @@ def test_alternatives_are_what_they_say(capsys, tmp_path):
 def test_what_fits_needs_no_micro_batches(capsys):
     out = _run(capsys, "--batch", "2", "--limit", "1GB", "--alternatives")
     assert re.search(r"accumulation +not needed", out) and "micro-batches" not in out
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_step_of_any_precision_is_planned(capsys, precision):
+    assert cli.main([*SMALL, "--precision", precision]) == 0
+    assert f", {precision}: " in capsys.readouterr().out
 
 
 def test_options_that_cannot_be_are_refused(capsys):

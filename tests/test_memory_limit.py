@@ -369,3 +369,32 @@ def test_planned_peaks_are_those_of_the_steps_that_run(name, image, batch, fusio
         engine, script = memory.store.engine, memory.script
         assert script.plan.peak <= script.held <= memory.limit and script.held <= 1.01 * script.plan.peak
         assert (np.flatnonzero(engine.tags >= 0).max() + 1) * ALIGN == script.arena_bytes, "all of it is used"
+
+
+def test_layers_whose_statistics_are_constants_are_planned_as_they_run():
+    with dry_run():
+        model = m.Model(models.build("resnet20", (32, 32, 3), 10), device="cuda", precision="bf16")
+        for layer in model.layers:
+            if isinstance(layer, m.BatchNorm2d):
+                layer.training = False
+        memory = limit_memory(model, 64, 0.6, engine=DryEngine)
+        loss, labels = m.SoftmaxCrossEntropy(), model.ops.empty((64,), np.int32)
+        with memory.step(64):
+            loss.forward(model.forward(model.ops.empty((64, 32, 32, 3), model.precision.storage)), labels)
+            model.backward(loss.backward())
+
+
+@pytest.mark.parametrize("limit", [0.5, 0.8])
+def test_a_tensor_is_made_again_only_of_what_still_lives(limit):
+    """Of a sum that two read, the one of which goes back before the other's output is needed."""
+    graph = m.Graph()
+    x = graph.input((64, 64, 32))
+    norm = m.BatchNorm2d(64, name="bn")(m.Conv2d(32, 64, 1, bias=False, name="c1")(x))
+    y = m.Add(name="add")(norm, m.Conv2d(32, 64, 1, name="c2")(x))
+    relu = m.ReLU(name="relu")(y)
+    gate = m.Sigmoid()(m.Conv2d(64, 64, 1, name="c3")(m.AdaptiveAvgPool2d(1, name="pool")(y)))
+    pooled = m.MaxPool2d(2)(m.Mul()(y, gate))
+    both = m.Concat()(m.Flatten(name="f1")(relu), m.Flatten(name="f2")(m.AdaptiveAvgPool2d(1, name="p2")(pooled)))
+    graph.output(m.Linear(both.shape[0], 5, name="l")(both))
+    with dry_run(), pytest.raises(Infeasible):
+        limit_memory(m.Model(graph, device="cuda", precision="bf16"), 32, limit, engine=DryEngine)

@@ -109,11 +109,13 @@ def test_what_cannot_be_mixed_is_refused():
         with pytest.raises(ValueError, match=r"MixUp: alpha must be a number in \(0, 1\]"):
             MixUp(3, alpha)
     with pytest.raises(ValueError, match=r"labels must be in 0\.\.2, got \[0, 4\]"):
-        list(Loader(drawn(23), 23, mix=MixUp(3)))
+        list(Loader(list(drawn(23)), 23, mix=MixUp(3)))
+    with pytest.raises(ValueError, match=r"mix must be of 5 classes, like the data set, got MixUp\(num_classes=3"):
+        Loader(drawn(4), 2, mix=MixUp(3))
     maps = ArrayDataset(np.zeros((2, 4, 4, 3), np.uint8), np.zeros((2, 4, 4), int), 2)
     with pytest.raises(ValueError, match="mix must be None for a data set of label maps"):
         Loader(maps, 2, mix=MixUp(2))
-    assert "mix MixUp(num_classes=3, alpha=0.5)" in Loader(drawn(4), 2, mix=MixUp(3, 0.5)).plan()
+    assert f"mix MixUp(num_classes={CLASSES}, alpha=0.5)" in Loader(drawn(4), 2, mix=MixUp(CLASSES, 0.5)).plan()
 
 
 # -- colour -----------------------------------------------------------------------------------------------------------

@@ -29,6 +29,35 @@ def test_a_foreign_name_tells_one_that_exists(name):
     assert caught.value.name == name
 
 
+MODULES = "callbacks data fusion memory schedule sharded sparse".split()
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_name_of_a_module_tells_the_module(module):
+    there = importlib.import_module(f"minidl.{module}")
+    own = [name for name, value in vars(there).items() if getattr(value, "__module__", "") == there.__name__]
+    names = [name for name in getattr(there, "__all__", own) if not name.startswith("_") and name not in _CALLED_HERE]
+    assert names
+    for name in names:
+        with pytest.raises(AttributeError, match=rf"^minidl has no {name}; here it is .*\b{module}\.{name}\b"):
+            m.__getattr__(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "home"),
+    [
+        ("Step", "memory.Step or schedule.Step"),
+        ("Trainer", "train.Trainer"),
+        ("as_torch", "torch_bridge.as_torch"),
+        ("export_onnx", "onnx.export_onnx"),
+        ("resnet50", "models.resnet50"),
+    ],
+)
+def test_names_of_further_modules(name, home):
+    with pytest.raises(AttributeError, match=f"^minidl has no {name}; here it is {home}$"):
+        m.__getattr__(name)
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [("Conv2dd", "did you mean Conv2d?"), ("Xyzzy", "has no Xyzzy$")],

@@ -8,6 +8,7 @@ import pytest
 import minidl as m
 from minidl import models
 from minidl.sharded import ShardedSGD
+from tests.small_steps import batches, small_model
 
 f32 = np.float32
 
@@ -90,6 +91,10 @@ def test_impossible_settings_are_refused(cpu_ops, rng):
             m.SGD(model, 0.1, loss_scale=scale)
     with pytest.raises(TypeError, match="groups must be ParameterGroups"):
         m.SGD(model, 0.1, groups=["fc1.*"])
+    with pytest.raises(TypeError, match=r"groups must be a sequence .*; write groups=\[ParameterGroup"):
+        m.SGD(model, 0.1, groups=m.ParameterGroup("*"))
+    with pytest.raises(TypeError, match="ParameterGroup: pattern must be a text, got int 3"):
+        m.ParameterGroup(3)
     with pytest.raises(ValueError, match="lr_scale of fc1"):
         m.SGD(model, 0.1, groups=[m.ParameterGroup("fc1.*", lr_scale=-1)])
     with pytest.raises(ValueError, match="unknown parameter pattern 'conv"):
@@ -106,3 +111,34 @@ def test_gradients_are_shared_out_or_a_ring_but_not_both(cpu_ops):
     ring.update_in_backward()
     with pytest.raises(ValueError, match="updates within the backward pass together with sharded momentum"):
         ShardedSGD(ring.model, 0.1)
+
+
+@pytest.mark.parametrize(("before", "after"), [("fp16", "fp32"), ("fp16", "bf16"), ("fp32", "fp16"), ("fp16", "fp16")])
+def test_a_loss_scale_goes_only_to_optimizers_that_have_one(before, after):
+    """Another would divide gradients of a loss that is not scaled, or skip all steps as the last one was."""
+    states = {}
+    for precision in (before, after):
+        model = small_model("resnet20", precision, "cpu")
+        states[precision] = m.SGD(model, 0.05, 0.9, **({"loss_scale": 512.0} if precision == before == "fp16" else {}))
+    one, other = states[before], m.SGD(small_model("resnet20", after, "cpu"), 0.05, 0.9)
+    one.control[3] = float(one.scales_loss)  # the last step overflowed
+    other.load_state_dict(one.state_dict())
+    scale, overflowed = float(other.control[2]), float(other.control[3])
+    if after == "fp16":
+        assert (scale, overflowed) == ((512.0, 1.0) if before == "fp16" else (65536.0, 0.0))
+    else:
+        assert (scale, overflowed) == (1.0, 0.0)
+
+
+def test_momentum_that_was_collected_is_that_of_its_step():
+    """Also where a loss is scaled, on one rank."""
+    model = small_model("resnet20", "fp16", "cpu")
+    optimizer, loss = ShardedSGD(model, 0.05, 0.9), m.SoftmaxCrossEntropy()
+    seen = []
+    for x, labels in batches(model, "resnet20", 2):
+        loss.forward(model.forward(x), labels)
+        model.backward(loss.backward(optimizer.loss_scale))
+        optimizer.step()
+        optimizer.collect()
+        seen.append(optimizer.state_dict())
+    assert any((seen[0][key] != seen[1][key]).any() for key in seen[0] if key.startswith("momentum"))

@@ -27,6 +27,11 @@ def test_work_outside_products_runs_on_vector_units_in_float32():
         assert floor(8e9, 4e6, CEILINGS, dtype, matrix=False) == (pytest.approx(0.16), "compute")
 
 
+def test_products_of_three_take_three_times_as_long():
+    assert floor(8e9, 4e6, CEILINGS, "tf32x3", matrix=True) == (pytest.approx(0.06), "compute")
+    assert floor(8e9, 4e6, CEILINGS | {"matrix_tflops": {"tf32": None}}, "tf32x3", matrix=True) == (None, None)
+
+
 def test_what_is_not_known_gives_no_floor():
     assert floor(8e9, 4e6, CEILINGS, "fp32", matrix=True) == (None, None)
     assert floor(8e9, 4e6, None, "bf16", matrix=True) == (None, None)

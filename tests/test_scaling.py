@@ -112,14 +112,14 @@ def test_it_is_the_schedule_of_the_simulated_communicator(group_bytes, rng):
         clock = VirtualClock()
         comm = SimulatedCommunicator(2, AlphaBeta(latency=0.2, bandwidth=2000.0), clock=clock)
         works, nbytes, left = [], 0, step.nbytes
-        clock.pass_(step.forward_ms)
+        clock.advance(step.forward_ms)
         for layer in step.layers:
-            clock.pass_(layer.weight_ms)
+            clock.advance(layer.weight_ms)
             nbytes, left = nbytes + layer.nbytes, left - layer.nbytes
             if layer.nbytes and (nbytes >= group_bytes or not left):
                 works.append(comm.start_all_reduce(np.zeros(nbytes, "uint8")))
                 nbytes = 0
-            clock.pass_(layer.data_ms)
+            clock.advance(layer.data_ms)
         for work in works:
             work.wait()
         found = simulate(step, line(0.2, 2000.0), 1, group_bytes, interference=NO_INTERFERENCE)

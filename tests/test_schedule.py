@@ -138,6 +138,7 @@ def test_bad_words_are_named(spec, words):
         (lambda: Cosine(0.1, 0), "total_steps"),
         (lambda: Cosine(0.1, 10, -0.1), "final"),
         (lambda: Step(0.1, (1.5,)), "milestones"),
+        (lambda: Step(0.1, 30), r"milestones must be a sequence of steps, such as \(30, 60\), got 30"),
         (lambda: Warmup(Constant(0.1), -1), "steps"),
         (lambda: Warmup(Constant(0.1), 3, start=-0.5), "start"),
         (lambda: parse("cosine", lr=0.1, epochs=2, steps_per_epoch=5, warmup=3), "warmup must be in"),
@@ -148,6 +149,12 @@ def test_bad_words_are_named(spec, words):
 def test_arguments_out_of_range(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("schedule", [0.1, Constant])
+def test_a_warm_up_is_to_a_schedule(schedule):
+    with pytest.raises(TypeError, match=r"Warmup: schedule must be a function of the step, .*; Constant\(lr\)"):
+        Warmup(schedule, 5)
 
 
 def test_polynomial_and_one_cycle_from_words():

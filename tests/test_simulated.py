@@ -43,10 +43,10 @@ def test_messages_follow_each_other_and_only_waiting_exposes_them():
     comm = virtual(2)  # a message of n bytes takes 1 ms + n us
     clock = comm.clock
     first = comm.start_all_reduce(np.zeros(1000, "uint8"), name="fc")  # until 2 ms
-    clock.pass_(0.5e-3)
+    clock.advance(0.5e-3)
     second = comm.start_all_reduce(np.zeros(3000, "uint8"), name="conv")  # from 2 to 6 ms
     assert (second.issued, second.begin, second.end) == pytest.approx((0.5e-3, 2e-3, 6e-3))
-    clock.pass_(4.5e-3)
+    clock.advance(4.5e-3)
     first.wait()
     assert first.exposed == 0 and clock.now() == pytest.approx(5e-3)
     second.wait()

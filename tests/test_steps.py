@@ -13,6 +13,7 @@ import minidl as m
 from minidl import models
 from minidl.bench.network import in_turns
 from minidl.bench.step import TrainingStep
+from minidl.dist.communicator import SoloCommunicator
 from minidl.profile import steps
 from minidl.profile.steps import COMPUTE, MESSAGES, SpanTime, StepProfiler, StepTimes, mark_cost
 
@@ -332,8 +333,7 @@ def test_capturing_needs_a_gpu():
 
 
 def test_silent_steps_send_nothing(cpu_ops):
-    class Counting:
-        rank, size, local_rank, local_size, name = 0, 1, 0, 1, "counting"
+    class Counting(SoloCommunicator):
         sent = 0
 
         def start_all_reduce(self, array, span=None, name=""):
@@ -342,12 +342,6 @@ def test_silent_steps_send_nothing(cpu_ops):
 
         def wait(self):
             pass
-
-        def all_reduce(self, array):
-            pass
-
-        def share(self, value, name=""):
-            return [value]
 
     step = TrainingStep(models.build("mlp", (4, 4, 1), 3), batch=2, device="cpu", comm=Counting())
     step()

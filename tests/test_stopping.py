@@ -9,13 +9,14 @@ import signal
 import pytest
 
 from minidl import cli, stopping
+from minidl.callbacks import StepWatch
 from minidl.dist.communicator import SOLO
 from minidl.train import Trainer
 from tests.test_train import final, table, trainer
 from tests.tolerance import assert_same_arrays
 
 
-class Signalling:
+class Signalling(StepWatch):
     """Sends this process a signal in the middle of a step."""
 
     def __init__(self, number, step):

@@ -266,8 +266,23 @@ def test_parts_that_do_not_belong_together_are_refused():
         parts(train_loader=(np.zeros((4, 8, 8, 3)), np.zeros(4)))
     with pytest.raises(TypeError, match=r"schedule must be a function of the step, got .*schedule.Constant"):
         parts(schedule=0.1)
-    with pytest.raises(TypeError, match="must be callbacks.Callback objects, got builtin_function"):
-        parts(callbacks=[print])
+    for argument, value, text in (
+        ("model", run.model.graph, "a Model, got Graph .*Model\\(graph"),
+        ("optimizer", "sgd", "an optimizer, got str 'sgd'; SGD"),
+        ("loss", "mse", "a Loss, got str 'mse'; SoftmaxCrossEntropy"),
+        ("loss", m.MSELoss, "a Loss, got type"),
+        ("average", 0.9, "a WeightAverage, got float 0.9; WeightAverage"),
+        ("profile", True, "a callbacks.StepWatch, got bool True; bench.training.TrainingProfile"),
+        ("display", True, "a progress.Progress, got bool True"),
+        ("callbacks", [print], "callbacks.Callback objects, got builtin_function"),
+        ("callbacks", [KeepBest], "callbacks.Callback objects, got type"),
+        ("metrics", {"top": m.TopK}, r"metrics such as Confusion\(comm=comm\), got type"),
+        ("metrics", {"top": 5}, r"metrics such as .* got int 5"),
+    ):
+        with pytest.raises(TypeError, match=f"Trainer: {argument} must be {text}"):
+            parts(test_loader=run.test_loader, **{argument: value})
+    with pytest.raises(ValueError, match="TopK: k must be at most the number of classes, 4, got 5"):
+        parts(test_loader=run.test_loader, metrics={"top": m.TopK()})
 
 
 class Others:

@@ -17,6 +17,7 @@ from minidl.cuda.convolution.conv2d_family import Choice
 from minidl.cuda.convolution.conv2d_tuned import Table
 from minidl.cuda.device import BUILT_IN
 from minidl.cuda.launch import observed
+from minidl.precision import PRECISIONS
 
 
 def kernels(device, precision="bf16", fusion="none"):
@@ -52,6 +53,12 @@ def test_the_command_tells_what_it_compiled(compiled, capsys):
     assert missing == kernels(BUILT_IN["H100"], fusion="auto")[1:] and arch == "sm_90a" and processes == 3
     out = capsys.readouterr().out
     assert f"{len(missing) + 1} kernels" in out and f"{len(missing)} compiled in " in out
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_every_precision_has_kernels_to_compile(compiled, precision):
+    assert cli.main(["warm", "--model", "mlp", "--gpu", "H200", "--precision", precision]) == 0
+    assert compiled[0][0]
 
 
 @pytest.mark.parametrize(

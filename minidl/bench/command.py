@@ -12,10 +12,11 @@ from typing import Any
 from minidl import backend, checks, models
 from minidl.bench import layers, sweep
 from minidl.bench.run import bench_layer, bench_network, merged, new_step
-from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, layer_case
+from minidl.bench.setup import Setup, add_images, device_of, join, layer_case
 from minidl.config import Help
 from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES
+from minidl.precision import PRECISIONS
 from minidl.profile import ceilings, compare
 from minidl.profile.energy import Energy, Meter
 from minidl.profile.results import load, result, write, write_csv
@@ -176,6 +177,10 @@ def _refuse(a: argparse.Namespace) -> None:
         raise checks.bad_value("", "--input", "left out without --layer: networks take --image-size", a.input)
     if a.torch and (a.layer or a.peer):
         raise checks.bad_value("", "--torch", "without --layer and --peer", a.torch)
+    if a.precision == "tf32x3" and (a.torch or a.peer):
+        name, given = ("--torch", a.torch) if a.torch else ("--peer", a.peer)
+        remedy = "PyTorch has no such products; --precision fp32 measures its own"
+        raise checks.bad_value("", name, "left out with --precision tf32x3", given, remedy)
     usual = parser_of("layers").get_default
     for one, others in (("layer", _OF_NETWORKS), ("torch", (*_OF_STEPS, "kernels", "energy"))):
         for other in others if getattr(a, one) else ():

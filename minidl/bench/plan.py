@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minidl import checks, models
-from minidl.bench.setup import PRECISIONS, Setup, add_images
+from minidl.bench.setup import Setup, add_images
 from minidl.cuda.device import BUILT_IN
 from minidl.fusion import PLANS, fuse_graph
 from minidl.memory import Infeasible, Plan, Problem, Timeline, check, problem, record
@@ -24,7 +24,7 @@ from minidl.memory.simulate import Link
 from minidl.memory.times import CEILINGS, SHARE, link_of, measured, modelled
 from minidl.memory.trace import Trace
 from minidl.memory.visits import candidates, visiting
-from minidl.precision import precision
+from minidl.precision import PRECISIONS, precision
 from minidl.profile.plots import style
 from minidl.profile.results import load, write
 from minidl.profile.tables import show

@@ -11,10 +11,9 @@ from typing import Any
 from minidl import backend, checks, dist, layers, models
 from minidl.bench.isolated import Case
 from minidl.dist.communicator import Communicator
+from minidl.dist.world import ENGINES
 from minidl.graph import Graph
 from minidl.layer import Layer
-
-PRECISIONS = ("fp32", "tf32", "bf16", "fp16")
 
 
 def add_images(p: argparse.ArgumentParser) -> None:
@@ -90,7 +89,7 @@ def device_of(wanted: str, comm: Communicator) -> str:
         ValueError: when a GPU is asked for and there is none.
     """
     if wanted == "auto" and comm.size > 1:
-        return "cuda" if comm.name in ("nccl", "staged", "cuda-mpi") else "cpu"
+        return "cuda" if comm.name in ENGINES["cuda"] else "cpu"
     if wanted == "cpu":
         return "cpu"
     try:

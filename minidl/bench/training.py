@@ -13,6 +13,7 @@ from minidl.bench.launches import Launches, absorbed
 from minidl.bench.network import NetworkTimes, joined
 from minidl.bench.rows import Table, network_rows
 from minidl.bench.run import CONVENTIONS, step_record
+from minidl.callbacks import StepWatch
 from minidl.profile import ceilings
 from minidl.profile.results import result, write
 from minidl.profile.spans import NULL_PROFILER
@@ -24,7 +25,7 @@ _MOST = 200  # watched steps that are kept; of a longer run, every second of the
 _UNREAD = 4  # watched steps whose events wait to be read; when the next one comes, they have long passed
 
 
-class TrainingProfile:
+class TrainingProfile(StepWatch):
     """Watches one step in ``every`` of a `Trainer` and writes what it saw as a result file.
 
     Where steps are replays of a CUDA graph, a watched one replays a second graph of the same step, in the same memory,

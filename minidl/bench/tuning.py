@@ -18,11 +18,12 @@ from minidl import backend, checks, dist, models
 from minidl.backend import get_ops
 from minidl.bench import conv_tuning
 from minidl.bench.conv_tuning import case, of_layer, of_network, spelt
-from minidl.bench.setup import PRECISIONS, Setup, add_images, device_of, join, parse_layer, parse_shape
+from minidl.bench.setup import Setup, add_images, device_of, join, parse_layer, parse_shape
 from minidl.config import Help
 from minidl.cuda import nvrtc
 from minidl.cuda.convolution.conv2d_tuned import NOTHING, Table, identity, install, question_of, table_path
 from minidl.cuda.device import current_device
+from minidl.precision import PRECISIONS
 from minidl.profile import grouping
 from minidl.profile.results import write
 from minidl.profile.scaling import tuned_interference
@@ -34,9 +35,8 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     what = p.add_subparsers(dest="what", required=True, metavar="WHAT")
     comm = what.add_parser("comm", help="how many bytes of gradients a message should carry, between these ranks")
     comm.add_argument("--device", default="auto", choices=["auto", "cpu", "cuda"])
-    shown = Help
     conv = what.add_parser(
-        "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=shown
+        "conv", help="which kernel each convolution should run on, on this GPU", formatter_class=Help
     )
     conv.add_argument("--model", default="resnet50", help=f"its convolutions: {models.CHOICES}")
     conv.add_argument("--layer", action="append", metavar="TEXT", help="these layers instead: 'Conv2d(64, 64, 3)'")

@@ -7,7 +7,7 @@ import time
 from functools import partial
 
 from minidl import checks, models
-from minidl.bench.setup import PRECISIONS, Setup, add_images
+from minidl.bench.setup import Setup, add_images
 from minidl.bench.step import TrainingStep
 from minidl.cuda import ahead, nvrtc
 from minidl.cuda.ahead import Built
@@ -16,6 +16,7 @@ from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
 from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
+from minidl.precision import PRECISIONS
 
 
 def add_arguments(p: argparse.ArgumentParser) -> None:

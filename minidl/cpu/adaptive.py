@@ -9,7 +9,7 @@ from minidl.cpu.array import Array, copy_into
 from minidl.precision import float32
 
 _LOSS_SCALE, _NONFINITE = 2, 3  # of control
-_BETA1, _BETA2, _EPS, _STEP, _CORRECTION1, _CORRECTION2, _TRUST = range(7)  # of record
+_BETA1, _BETA2, _STEP, _CORRECTION1, _CORRECTION2, _TRUST = 0, 1, 3, 4, 5, 6  # of record
 _CHUNK = 64  # elements of an arena that share a segment
 
 

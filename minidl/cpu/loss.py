@@ -9,15 +9,16 @@ from minidl.cpu.array import QUIET, Array, contiguous, empty, rows_float32, stor
 from minidl.precision import float32
 
 
-def count_labels(labels: Array, num_classes: int, *, ignore_index: int) -> Array:
-    """How many labels count: totals (4,) float64 as of `softmax_cross_entropy`, all but ``totals[1]`` zero.
+def count_labels(labels: Array, num_classes: int, weights: Array | None = None, *, ignore_index: int) -> Array:
+    """What a loss of labels is divided by, before there are logits: totals (4,) float64, all but ``totals[1]`` zero.
 
     Args:
         labels: (...) int32, int64 or uint8; ``ignore_index`` and all outside ``0 .. num_classes - 1`` do not count.
+        weights: (num_classes,) float32, of the classes, whose sum over the labels is wanted; None for ones.
     """
-    counted = (labels != ignore_index) & (labels >= 0) & (labels < num_classes)
+    label, valid, _ = sorted_out(labels, num_classes, ignore_index)
     totals = zeros(4, np.float64)
-    totals[1] = np.count_nonzero(counted)
+    totals[1] = valid.sum() if weights is None else weights[label[valid]].sum(dtype=np.float64)
     return totals
 
 
@@ -45,7 +46,8 @@ def softmax_cross_entropy_backward(
     """``(softmax - onehot) * scale / totals[1]`` in the dtype of ``logits``; 0 where the label does not count.
 
     Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
+        lse: of the forward pass.
+        totals: of the forward pass or `count_labels`, summed over all ranks: ``totals[1]`` is read.
         scale: (1,) float32, the loss scale; None stands for 1.
     """
     assert lse.size == labels.size, (lse.shape, labels.shape)
@@ -100,8 +102,7 @@ def smoothed_cross_entropy_backward(
     """The gradient of ``totals[0] / totals[1]`` times ``scale``, in the dtype of ``logits``.
 
     Args:
-        lse, totals: of the forward pass, the totals summed over all ranks.
-        scale: (1,) float32, the loss scale; None stands for 1.
+        lse, totals, scale: as of `softmax_cross_entropy_backward`.
     """
     x = rows_float32(logits)
     count, classes = x.shape

@@ -11,10 +11,11 @@ draw) -> (images, labels)`` as well, which a loader calls in place of fetching t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -65,8 +66,7 @@ class RandomHorizontalFlip:
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        if not 0 <= self.p <= 1:
-            raise checks.bad_value("RandomHorizontalFlip", "p", "in [0, 1]", self.p)
+        checks.number("RandomHorizontalFlip", "p", self.p, "in [0, 1]", lambda value: 0 <= value <= 1)
 
     def __call__(self, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         chosen = draw(0)[:, 0] < self.p * 2.0**32
@@ -131,10 +131,11 @@ class RandomResizedCrop:
     ratio: tuple[float, float] = (3 / 4, 4 / 3)
 
     def __post_init__(self) -> None:
-        if not 0 < self.scale[0] <= self.scale[1] <= 1:
-            raise checks.bad_value("RandomResizedCrop", "scale", "a range within (0, 1]", self.scale)
-        if not 0 < self.ratio[0] <= self.ratio[1]:
-            raise checks.bad_value("RandomResizedCrop", "ratio", "a range of positive numbers", self.ratio)
+        for name, most, expected in (("scale", 1, "a range within (0, 1]"), ("ratio", inf, "a range above 0, finite")):
+            value = getattr(self, name)
+            pair = value if isinstance(value, Sequence) and len(value) == 2 else (None, None)
+            if not all(isinstance(v, Real) for v in pair) or not 0 < pair[0] <= pair[1] <= most or pair[1] == inf:
+                raise checks.bad_value("RandomResizedCrop", name, f"{expected}, (least, largest)", value)
 
     def __call__(self, images: np.ndarray, labels: np.ndarray, draw: Draw) -> tuple[np.ndarray, np.ndarray]:
         raise checks.order("RandomResizedCrop", "it cuts photographs that are still files", "make it a Compose's first")
@@ -179,8 +180,7 @@ class Compose:
         # Within each other two would draw the same words: their members stand in one row.
         steps = tuple(inner for step in steps for inner in (step.steps if isinstance(step, Compose) else (step,)))
         for step in steps:
-            if not callable(step):
-                raise checks.bad_dtype("Compose", "steps", "augmentations", checks.describe(step))
+            checks.function("Compose", "steps", step, "augmentations")
         late = [step for step in steps[1:] if hasattr(step, "fetch")]
         if late:
             raise checks.bad_value(

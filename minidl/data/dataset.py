@@ -33,6 +33,13 @@ class Dataset(Protocol):
     def __getitem__(self, index: int, /) -> tuple[np.ndarray, Any]: ...
 
 
+def per_channel(who: str, argument: str, values: Any, channels: int) -> None:
+    """ValueError when ``values`` are not a finite number for each channel."""
+    found = np.asarray(values)
+    if found.shape != (channels,) or found.dtype.kind not in "iuf" or not np.isfinite(found).all():
+        raise checks.bad_value(who, argument, f"{channels} numbers, one per channel", values)
+
+
 _LOOKED_AT = 64  # items
 
 
@@ -69,9 +76,13 @@ class ArrayDataset:
             raise checks.bad_shape("ArrayDataset", "labels", expected, labels.shape)
         if labels.dtype.kind not in "iu":
             raise checks.bad_dtype("ArrayDataset", "labels", "integers", labels.dtype)
-        self.images, self.labels, self.num_classes = images, labels, num_classes
+        self.images, self.labels = images, labels
+        self.num_classes = checks.at_least("ArrayDataset", "num_classes", num_classes, 1)
         if classes is not None and len(classes) != num_classes:
             raise checks.bad_value("ArrayDataset", "classes", f"{num_classes} names", classes)
+        for name, values in (("mean", mean), ("std", std)):
+            if values is not None:
+                per_channel("ArrayDataset", name, values, images.shape[-1])
         self.mean, self.std, self.augment, self.classes = mean, std, augment, classes
 
     def __len__(self) -> int:

@@ -13,9 +13,9 @@ import numpy as np
 from minidl import checks, cpu
 from minidl.data.augment import Augmentation, Draw
 from minidl.data.counter import random_words, shuffled
-from minidl.data.dataset import Dataset
+from minidl.data.dataset import Dataset, per_channel
 from minidl.data.mixup import MixUp
-from minidl.precision import bfloat16, float16, float32
+from minidl.precision import Precision, bfloat16, float16, float32, precision
 
 _AUGMENT_STREAM = 0xDA7A1000
 _WHO = "Loader"
@@ -70,7 +70,7 @@ class Loader:
         mix: mixes the augmented images and their labels in pairs; for data sets of one label an image.
         mean, std: per channel, of images scaled to [0, 1]; the images become ``(image - mean) / std``. Default: those
             of the data set, where it has them.
-        dtype: storage dtype of the images: float32, bfloat16 or float16.
+        dtype: storage dtype of the images: float32, bfloat16 or float16; or that of a precision, such as "bf16".
         workers: threads that prepare batches ahead, each a batch at a time; 0 prepares them when they are asked for.
             Results do not depend on it.
         prefetch: batches prepared ahead, at most; at least one per worker.
@@ -118,14 +118,21 @@ class Loader:
         if drop_last and batch > self.samples:
             expected = f"at most {self.samples}, the size of the data set, with drop_last"
             raise checks.bad_value(_WHO, "batch", expected, batch)
-        self.dtype = np.dtype(dtype)
+        named = isinstance(dtype, str | Precision)
+        self.dtype = precision(dtype).storage if named else np.dtype(dtype)
         if self.dtype not in (float32, bfloat16, float16):
             raise checks.bad_dtype(_WHO, "dtype", "float32, bfloat16 or float16", self.dtype)
         self.workers = checks.at_least(_WHO, "workers", workers, 0)
         self.prefetch = max(checks.at_least(_WHO, "prefetch", prefetch, 1), self.workers)
-        if augment is not None and not callable(augment):
-            remedy = "RandomHorizontalFlip(), Compose(...) and others make one"
-            raise checks.bad_dtype(_WHO, "augment", "a function of images", checks.describe(augment), remedy)
+        for name, function, remedy in (
+            ("augment", augment, "RandomHorizontalFlip(), Compose(...) and others make one"),
+            ("transfer", transfer, "model.ops.uploader() makes one"),
+            ("normalise", normalise, "model.ops.normalise is one"),
+        ):
+            if function is not None:
+                checks.function(_WHO, name, function, "a function of images", remedy)
+        if mix is not None and not isinstance(mix, MixUp):
+            raise checks.bad_dtype(_WHO, "mix", "a MixUp", checks.describe(mix), "MixUp(num_classes, alpha) makes one")
         self.augment, self.mix, self.transfer, self.normalise = augment, mix, transfer, normalise
         self.epoch = 0
         self._next = 0  # the batch of this epoch that is handed out next
@@ -133,6 +140,9 @@ class Loader:
         self._image, self._label = _check_first(dataset[0])
         if mix is not None and self._label.ndim:
             raise checks.bad_value(_WHO, "mix", "None for a data set of label maps", mix)
+        classes = getattr(dataset, "num_classes", None)
+        if mix is not None and classes not in (None, mix.num_classes):
+            raise checks.bad_value(_WHO, "mix", f"of {classes} classes, like the data set", mix)
         mean = getattr(dataset, "mean", None) if mean is None else mean
         std = getattr(dataset, "std", None) if std is None else std
         self._scale, self._shift = _affine(self._image, mean, std)
@@ -363,8 +373,7 @@ def _affine(
     channels = image.shape[2]
     values = {"mean": (0.0,) * channels if mean is None else mean, "std": (1.0,) * channels if std is None else std}
     for name, value in values.items():
-        if len(value) != channels:
-            raise checks.bad_value(_WHO, name, f"{channels} numbers, one per channel", value)
+        per_channel(_WHO, name, value, channels)
     mean, std = np.asarray(values["mean"], np.float64), np.asarray(values["std"], np.float64)
     if not (std > 0).all():
         raise checks.bad_value(_WHO, "std", "positive", values["std"])

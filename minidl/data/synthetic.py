@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from minidl import checks
@@ -30,7 +32,7 @@ class Synthetic:
 
     def __init__(self, n: int, shape: tuple[int, int, int], num_classes: int, seed: int, task: str, split: str):
         self.count = checks.at_least("synthetic", "n", n, 1)
-        if len(shape) != 3:
+        if not isinstance(shape, Sequence) or len(shape) != 3:
             raise checks.bad_value("synthetic", "shape", "(height, width, channels)", shape)
         self.shape = tuple(checks.at_least("synthetic", "shape", size, 1) for size in shape)
         if task not in ("classification", "segmentation"):

@@ -91,7 +91,7 @@ class WallClock:
 
 @dataclass
 class VirtualClock:
-    """Time that passes only where the program says so: ``clock.pass_(seconds)`` stands for compute."""
+    """Time that passes only where the program says so: ``clock.advance(seconds)`` stands for compute."""
 
     moment: float = 0.0
 
@@ -101,7 +101,7 @@ class VirtualClock:
     def wait_until(self, moment: float) -> None:
         self.moment = max(self.moment, moment)
 
-    def pass_(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Compute for so long."""
         checks.number("VirtualClock", "seconds", seconds, "of at least 0", lambda v: v >= 0)
         self.moment += seconds

@@ -22,7 +22,7 @@ from minidl.dist.shm import ShmCommunicator
 from minidl.dist.threads import cap_threads, ranks_sharing_cores, sleep_where_cores_are_short
 
 _DEVICES = ("auto", "cpu", "cuda")
-_ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
+ENGINES = {"cpu": ("auto", "shm", "mpi"), "cuda": ("auto", "nccl", "staged", "cuda-mpi")}
 ENGINE = "MINIDL_ENGINE"  # for programs that do not say
 START_SECONDS = 60.0  # that ranks may come apart at least, whatever the watchdog's limit: some load from slower disks
 
@@ -47,11 +47,14 @@ def given(comm: Communicator | None, who: str) -> Communicator:
 
     Raises:
         ValueError: naming ``who`` was given none.
+        TypeError: for what is no communicator.
     """
     if comm is None and world().size > 1:
         remedy = "pass what dist.init() gave, or dist.SOLO for what this rank does alone"
         raise checks.bad_value(who, "comm", "given where there are several ranks", comm, remedy)
-    return SOLO if comm is None else comm
+    if comm is None:
+        return SOLO
+    return checks.instance(who, "comm", comm, Communicator, "a communicator", "dist.init() gives one")
 
 
 def init(device: str = "auto", engine: str = "", *, elastic: bool = False) -> Communicator:
@@ -83,7 +86,7 @@ def init(device: str = "auto", engine: str = "", *, elastic: bool = False) -> Co
     engine = engine or os.environ.get(ENGINE) or "auto"
     if device not in _DEVICES:
         raise checks.unknown("device", device, _DEVICES)
-    if engine not in (known := sorted({name for names in _ENGINES.values() for name in names})):
+    if engine not in (known := sorted({name for names in ENGINES.values() for name in names})):
         raise checks.unknown("engine", engine, known)
     if getattr(_world, "closed", False):
         _world, _device = SOLO, None
@@ -210,8 +213,8 @@ def _agree_on_engine(comm: Communicator, engine: str, device: str) -> None:
     told = comm.share(engine)
     if len(set(told)) > 1:
         raise ValueError(f"init: {by_value(f'engine {name}' for name in told)}; all ranks need the same")
-    if engine not in _ENGINES[device]:
-        raise checks.bad_value("init", "engine", f"one of {', '.join(_ENGINES[device])} on {device}", engine)
+    if engine not in ENGINES[device]:
+        raise checks.bad_value("init", "engine", f"one of {', '.join(ENGINES[device])} on {device}", engine)
 
 
 def _on_gpus(comm: MPICommunicator, engine: str) -> Communicator:

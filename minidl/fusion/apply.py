@@ -47,8 +47,10 @@ def fuse(
 
     Raises:
         ValueError: an unknown name, a plan for another network, device, precision or batch, or no batch to measure for.
+        TypeError: for what is no Model.
         OSError: a file that cannot be read.
     """
+    checks.instance("fuse", "model", model, Model, "a Model", "Model(graph, ...) makes one of a Graph")
     sites = find_sites(model.graph)
     plan = on_rank_0(
         model.comm,

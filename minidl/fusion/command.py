@@ -23,7 +23,7 @@ from minidl.fusion.plans import Plan
 from minidl.fusion.sites import Site, find_sites
 from minidl.fusion.tune import told
 from minidl.graph import Graph
-from minidl.precision import Precision, precision
+from minidl.precision import PRECISIONS, Precision, precision
 from minidl.profile import plots
 from minidl.profile.results import result, write
 from minidl.profile.tables import show
@@ -35,7 +35,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--batch", type=int, default=32, help="samples per rank")
     p.add_argument("--image-size", type=int, help="side of the images; default: usual for the network")
     p.add_argument("--classes", type=int, help="number of classes; default: usual for the network")
-    p.add_argument("--precision", default="bf16", choices=["fp32", "tf32", "bf16", "fp16"])
+    p.add_argument("--precision", default="bf16", choices=PRECISIONS)
     p.add_argument("--plan", default="auto", metavar="PLAN", help=f"{', '.join(CHOICES)}, or a plan file")
     p.add_argument("--tune", action="store_true", help="measure on this machine and keep the plan for --plan adaptive")
     p.add_argument("--explain", action="store_true", help="explain every option of every batch norm")

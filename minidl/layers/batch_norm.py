@@ -211,7 +211,7 @@ class BatchNorm2d(AffineNorm):
 
 def _owes_mask(dy: Any) -> bool:
     """Whether a gradient's mask has still to be applied."""
-    return isinstance(dy, MaskedGradient) and not isinstance(dy, GatedGradient) and dy.array is None
+    return isinstance(dy, MaskedGradient) and not isinstance(dy, GatedGradient | NormGradient) and dy.array is None
 
 
 def _owes_gate(dy: Any) -> bool:

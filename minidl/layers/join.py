@@ -15,6 +15,7 @@ from minidl.value import (
     GatedGradient,
     MaskedGradient,
     Normalized,
+    NormGradient,
     Origin,
     Value,
     activated,
@@ -58,6 +59,8 @@ class Add(Layer):
         return (materialize(self.ops, x).array if isinstance(x, Value) else x,)
 
     def backward_data(self, dy: Any, add: Any = None) -> tuple[Any, Any]:
+        if isinstance(dy, NormGradient):  # which only one layer may take over
+            dy = finished(self.ops, dy)
         return dy, dy
 
 

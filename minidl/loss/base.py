@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -10,6 +11,7 @@ from minidl import backend, checks
 from minidl.dist.communicator import Communicator
 from minidl.dist.world import given
 from minidl.precision import bfloat16, float16, float32
+from minidl.profile.cost import Cost, PassCost
 from minidl.profile.spans import NULL_PROFILER, Profiler
 
 _LABELS = ("int32", "int64", "uint8")
@@ -76,22 +78,24 @@ class Totals(checks.Told):
         return self.read().accuracy
 
 
-def out_of_range(num_classes: int, count: float) -> ValueError:
+def out_of_range(who: str, num_classes: int, count: float) -> ValueError:
     """For ``count`` labels that are no class."""
     remedy = f"the network has {num_classes} classes"
-    return checks.impossible("loss", f"{int(count)} labels outside 0..{num_classes - 1}, not the ignored index", remedy)
+    return checks.impossible(who, f"{int(count)} labels outside 0..{num_classes - 1}, not the ignored index", remedy)
 
 
 class Loss:
     """Base class of all losses.
 
-    A loss's author writes `check`, `evaluate`, `gradient`, `sums` and `plan`.
+    A loss's author writes `check`, `evaluate`, `gradient`, `sums` and `plan`, `count` where it is `divisible`, and may
+    say by `cost` what it computes.
 
     Args:
         comm: communicator whose ranks hold the shards of one batch; may be left out where there is one rank.
     """
 
     classifies = False  # whether `sums` counts right answers, so that there is an accuracy to tell
+    arguments = "logits", "labels"  # what errors call predictions and targets
     divisible = False  # whether a batch may be cut into micro-batches: `count` knows what their losses are divided by
 
     def __init__(self, comm: Communicator | None = None):
@@ -120,8 +124,20 @@ class Loss:
         raise NotImplementedError
 
     def count(self, target: Any, num_classes: int) -> Any:
-        """What the whole batch's loss is divided by, over all ranks, where `divisible`: for `forward` of its parts."""
+        """Totals that hold what the whole batch's loss is divided by, over all ranks: for `forward` of its parts.
+
+        For losses that are `divisible`.
+        """
         raise NotImplementedError
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4, label_itemsize: int = 4) -> Cost:
+        """Least work of `forward` and `backward` (as ``backward_data``) on predictions of ``shape``. Pure.
+
+        Default: what passes through memory where predictions, a label for each row of them and the gradient are read or
+        written once, and no FLOP.
+        """
+        x, labels = prod(shape) * itemsize, prod(shape[:-1]) * label_itemsize
+        return Cost(forward=PassCost(0, x + labels), backward_data=PassCost(0, 2 * x + labels))
 
     def __call__(self, x: Any, target: Any, **options: Any) -> Totals:
         """`forward`."""
@@ -138,14 +154,15 @@ class Loss:
             ValueError: when the shapes do not belong together.
             TypeError: for predictions of no storage dtype, or targets of a dtype that the loss does not take.
         """
-        array, ops = backend.take_in(x, "loss", "logits")
-        target, target_ops = backend.take_in(target, "loss", "labels")
+        who, (predictions, targets) = type(self).__name__, self.arguments
+        array, ops = backend.take_in(x, who, predictions)
+        target, target_ops = backend.take_in(target, who, targets)
         if target_ops is not ops:
             raise checks.bad_dtype(
-                "loss", "labels", f"a {ops.name} array like the logits", f"a {target_ops.name} array"
+                who, targets, f"a {ops.name} array like the {predictions}", f"a {target_ops.name} array"
             )
         if array.dtype not in _LOGITS:
-            raise checks.bad_dtype("loss", "logits", "float32, bfloat16 or float16", array.dtype)
+            raise checks.bad_dtype(who, predictions, "float32, bfloat16 or float16", array.dtype)
         classes = self.check(array, target)
         with self.profiler.span("loss", "forward"):
             totals, kept = self.evaluate(ops, array, target)
@@ -164,30 +181,32 @@ class Loss:
         Raises:
             RuntimeError: without a forward pass.
         """
+        who = type(self).__name__
         if self._saved is None:
-            raise checks.order("loss", "backward without a forward pass", "call forward(logits, labels) first")
+            remedy = f"call forward({', '.join(self.arguments)}) first"
+            raise checks.order(who, "backward without a forward pass", remedy)
         ops, array, target, kept, totals, answer = self._saved
         if scale is not None and (backend.ops_of(scale) is not ops or (scale.shape, scale.dtype) != ((1,), float32)):
             remedy = "pass optimizer.loss_scale"
-            raise checks.bad_dtype("loss", "scale", f"a float32 {ops.name} array (1,)", checks.describe(scale), remedy)
+            raise checks.bad_dtype(who, "scale", f"a float32 {ops.name} array (1,)", checks.describe(scale), remedy)
         self._saved = None
         with self.profiler.span("loss", "backward_data"):
             dx = self.gradient(ops, array, target, kept, totals, scale)
         return answer(dx)
 
 
-def check_labels(logits: Any, labels: Any) -> int:
-    """Refuse labels that do not belong to ``logits``; the number of classes."""
+def check_labels(who: str, logits: Any, labels: Any) -> int:
+    """Refuse labels that do not belong to ``logits``, in the name of ``who``; the number of classes."""
     if logits.ndim < 2 or logits.shape[-1] < 1:
-        raise checks.bad_shape("loss", "logits", "(N, K) or (N, H, W, K) with at least one class", logits.shape)
+        raise checks.bad_shape(who, "logits", "(N, K) or (N, H, W, K) with at least one class", logits.shape)
     if labels.shape != logits.shape[:-1]:
         remedy = "labels of pixels take a network with logits of pixels, such as unet" if labels.ndim == 3 else None
         if labels.shape == logits.shape:
             remedy = "labels.argmax(-1), or probabilities in float32"
         expected = f"{logits.shape[:-1]} (the logits without classes)"
-        raise checks.bad_shape("loss", "labels", expected, labels.shape, remedy)
+        raise checks.bad_shape(who, "labels", expected, labels.shape, remedy)
     if str(labels.dtype) not in _LABELS:
-        raise checks.bad_dtype("loss", "labels", "int32, int64 or uint8", labels.dtype)
+        raise checks.bad_dtype(who, "labels", "int32, int64 or uint8", labels.dtype)
     return logits.shape[-1]
 
 

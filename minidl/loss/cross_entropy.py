@@ -35,7 +35,7 @@ class SoftmaxCrossEntropy(Loss):
         int64 or uint8. With probabilities float32, in the shape of the logits.
     """
 
-    classifies = True
+    classifies = divisible = True
 
     def __init__(
         self,
@@ -46,28 +46,23 @@ class SoftmaxCrossEntropy(Loss):
         weight: Sequence[float] | None = None,
     ):
         super().__init__(comm)
-        self.ignore_index = check_index("loss", ignore_index)
-        expected = "in [0, 1]"
-        self.label_smoothing = checks.number(
-            "loss", "label_smoothing", label_smoothing, expected, lambda v: 0 <= v <= 1
-        )
-        self.weight = None if weight is None else _weights(weight)
+        who, expected = type(self).__name__, "in [0, 1]"
+        self.ignore_index = check_index(who, ignore_index)
+        self.label_smoothing = checks.number(who, "label_smoothing", label_smoothing, expected, lambda v: 0 <= v <= 1)
+        self.weight = None if weight is None else _weights(who, weight)
         self._weights: dict[str, Any] = {}  # by operation table: the array on its device
 
     @property
     def _plain(self) -> bool:
         return self.weight is None and self.label_smoothing == 0
 
-    @property
-    def divisible(self) -> bool:
-        return self._plain
-
     def count(self, target: Any, num_classes: int) -> Any:
+        self._require(num_classes)
         ops = backend.ops_of(target)
         if _soft(target):
             counted = ops.from_host(np.array([0, prod(target.shape[:-1]), 0, 0], np.float64))
         else:
-            counted = ops.count_labels(target, num_classes, ignore_index=self.ignore_index)
+            counted = ops.count_labels(target, num_classes, self._weight_on(ops), ignore_index=self.ignore_index)
         self.comm.all_reduce(counted)
         return counted
 
@@ -87,11 +82,16 @@ class SoftmaxCrossEntropy(Loss):
         )
 
     def check(self, x: Any, target: Any) -> int:
-        soft = _soft(target) and target.ndim == x.ndim
-        classes = _check_probabilities(x, target) if soft else check_labels(x, target)
-        if self.weight is not None and len(self.weight) != classes:
-            raise checks.bad_shape("loss", "logits", f"(..., {len(self.weight)}), a class for each weight", x.shape)
+        who, soft = type(self).__name__, _soft(target) and target.ndim == x.ndim
+        classes = _check_probabilities(who, x, target) if soft else check_labels(who, x, target)
+        self._require(classes)
         return classes
+
+    def _require(self, classes: int) -> None:
+        """Refuse another number of classes than there are weights."""
+        if self.weight is not None and len(self.weight) != classes:
+            expected = f"({classes},), one for each class"
+            raise checks.bad_shape(type(self).__name__, "weight", expected, self.weight.shape)
 
     def _weight_on(self, ops: ModuleType) -> Any:
         if self.weight is None:
@@ -120,7 +120,7 @@ class SoftmaxCrossEntropy(Loss):
     def sums(self, totals: list[float], num_classes: int | None) -> Sums:
         loss, weight, correct, outside, *more = totals
         if outside:
-            raise out_of_range(num_classes, outside)
+            raise out_of_range(type(self).__name__, num_classes, outside)
         return Sums(loss, weight, int(correct), int(more[0] if more else weight))
 
     def plan(self) -> str:
@@ -136,18 +136,18 @@ def _soft(target: Any) -> bool:
     return target.dtype.kind == "f"
 
 
-def _check_probabilities(x: Any, target: Any) -> int:
+def _check_probabilities(who: str, x: Any, target: Any) -> int:
     """The number of classes."""
     if x.ndim < 2 or x.shape[-1] < 1 or target.shape != x.shape:
-        raise checks.bad_shape("loss", "probabilities", f"{x.shape} like the logits, or labels", target.shape)
+        raise checks.bad_shape(who, "probabilities", f"{x.shape} like the logits, or labels", target.shape)
     if target.dtype != float32:
-        raise checks.bad_dtype("loss", "probabilities", "float32", target.dtype)
+        raise checks.bad_dtype(who, "probabilities", "float32", target.dtype)
     return x.shape[-1]
 
 
-def _weights(weight: Sequence[float]) -> np.ndarray:
+def _weights(who: str, weight: Sequence[float]) -> np.ndarray:
     values = np.asarray(weight, np.float32)
     if values.ndim != 1 or values.size == 0 or not np.isfinite(values).all() or (values < 0).any() or not values.any():
         expected = "a finite number of at least 0 for each class, not all 0"
-        raise checks.bad_value("loss", "weight", expected, weight)
+        raise checks.bad_value(who, "weight", expected, weight)
     return values

@@ -28,13 +28,13 @@ class DiceLoss(Loss):
 
     def __init__(self, smooth: float = 1.0, ignore_index: int = -100, comm: Communicator | None = None):
         super().__init__(comm)
-        self.smooth = checks.number("loss", "smooth", smooth, "above 0, finite", lambda v: 0 < v < inf)
-        self.ignore_index = check_index("loss", ignore_index)
+        self.smooth = checks.number(type(self).__name__, "smooth", smooth, "above 0, finite", lambda v: 0 < v < inf)
+        self.ignore_index = check_index(type(self).__name__, ignore_index)
 
     def check(self, x: Any, target: Any) -> int:
-        classes = check_labels(x, target)
+        classes = check_labels(type(self).__name__, x, target)
         if classes < 2:
-            raise checks.bad_shape("loss", "logits", "(..., K) with at least two classes", x.shape)
+            raise checks.bad_shape(type(self).__name__, "logits", "(..., K) with at least two classes", x.shape)
         return classes
 
     def evaluate(self, ops: ModuleType, x: Any, target: Any) -> tuple[Any, Any]:
@@ -49,7 +49,7 @@ class DiceLoss(Loss):
         """The loss is one number of the whole batch: its weight is 1."""
         *counts, outside = totals
         if outside:
-            raise out_of_range(num_classes, outside)
+            raise out_of_range(type(self).__name__, num_classes, outside)
         hit, mass, pixels = (counts[i * num_classes : (i + 1) * num_classes] for i in range(3))
         scores = [(2 * h + self.smooth) / (m + t + self.smooth) for h, m, t in zip(hit, mass, pixels, strict=True)]
         return Sums(1 - sum(scores) / num_classes, 1.0, 0, 0)

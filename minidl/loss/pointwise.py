@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from math import inf
+from math import inf, prod
 from types import ModuleType
 from typing import Any
 
-from minidl import checks
+import numpy as np
+
+from minidl import backend, checks
 from minidl.dist.communicator import Communicator
 from minidl.loss.base import Loss, Sums
+from minidl.profile import Cost
 
 
 class _Pointwise(Loss):
@@ -18,15 +21,18 @@ class _Pointwise(Loss):
         predictions and targets of one shape (N, ...) and storage dtype.
     """
 
+    divisible = True
+    arguments = "predictions", "targets"
     function = ""
     a, b = 1.0, 0.0
 
     def check(self, x: Any, target: Any) -> None:
+        who = type(self).__name__
         if target.shape != x.shape:
-            raise checks.bad_shape("loss", "targets", f"{x.shape} like the predictions", target.shape)
+            raise checks.bad_shape(who, "targets", f"{x.shape} like the predictions", target.shape)
         if target.dtype != x.dtype:
             remedy = f"convert them with targets.astype({str(x.dtype)!r})"
-            raise checks.bad_dtype("loss", "targets", f"{x.dtype} like the predictions", target.dtype, remedy)
+            raise checks.bad_dtype(who, "targets", f"{x.dtype} like the predictions", target.dtype, remedy)
 
     def evaluate(self, ops: ModuleType, x: Any, target: Any) -> tuple[Any, Any]:
         return ops.pointwise_loss(x, target, self.function, self.a, self.b), None
@@ -36,6 +42,15 @@ class _Pointwise(Loss):
 
     def sums(self, totals: list[float], num_classes: int | None) -> Sums:
         return Sums(totals[0], totals[1], 0, 0)
+
+    def count(self, target: Any, num_classes: int) -> Any:
+        counted = backend.ops_of(target).from_host(np.array([0, target.size], np.float64))
+        self.comm.all_reduce(counted)
+        return counted
+
+    def cost(self, shape: tuple[int, ...], itemsize: int = 4, label_itemsize: int = 4) -> Cost:
+        """As `Loss.cost`, of targets like the predictions."""
+        return super().cost(shape, itemsize, itemsize * prod(shape[-1:]))
 
     def plan(self) -> str:
         return f"{self.function} {self.a}, {self.b}"
@@ -59,7 +74,7 @@ class BCEWithLogitsLoss(_Pointwise):
 
     def __init__(self, pos_weight: float = 1.0, comm: Communicator | None = None):
         super().__init__(comm)
-        self.a = checks.number("loss", "pos_weight", pos_weight, "above 0, finite", lambda v: 0 < v < inf)
+        self.a = checks.number(type(self).__name__, "pos_weight", pos_weight, "above 0, finite", lambda v: 0 < v < inf)
 
 
 class FocalLoss(_Pointwise):
@@ -77,5 +92,6 @@ class FocalLoss(_Pointwise):
 
     def __init__(self, alpha: float = 0.25, gamma: float = 2.0, comm: Communicator | None = None):
         super().__init__(comm)
-        self.a = checks.number("loss", "alpha", alpha, "in [0, 1]", lambda v: 0 <= v <= 1)
-        self.b = checks.number("loss", "gamma", gamma, "of 0, or at least 1, finite", lambda v: v == 0 or 1 <= v < inf)
+        who = type(self).__name__
+        self.a = checks.number(who, "alpha", alpha, "in [0, 1]", lambda v: 0 <= v <= 1)
+        self.b = checks.number(who, "gamma", gamma, "of 0, or at least 1, finite", lambda v: v == 0 or 1 <= v < inf)

@@ -93,7 +93,8 @@ class Joint:
         for p, (i, recipe) in enumerate(zip(run, own, strict=True)):
             need = min(self.problem.gaps[i].back, latest)
             if recipe is not None and not all(
-                s in run or self._back(s, need) or self._before(s, i) for s in recipe.sources
+                (s in run and need <= self._last(s)) or self._back(s, need) or self._before(s, i)
+                for s in recipe.sources
             ):
                 own[p] = None
         largest = sorted((p for p, r in enumerate(own) if r is not None), key=lambda p: -self.gaps[run[p]].bytes)

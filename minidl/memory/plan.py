@@ -49,10 +49,6 @@ class Decision:
     back: int
     recipe: tuple[int, ...] = ()
 
-    def absent(self, step: int) -> bool:
-        """Whether the device has no memory for it at ``step``."""
-        return self.choice != "keep" and self.gone <= step < self.fetch
-
 
 @dataclass(frozen=True)
 class Plan:

@@ -163,9 +163,12 @@ def record_model(model: Model, batch: int, momentum: float = 0.9) -> Recording:
     Args:
         batch: samples of this rank.
     """
-    arena = model.arena
+    arena, graph = model.arena, model.graph.unbound()
+    if model.training:  # but for layers whose statistics are constants
+        for layer, own in zip(graph.layers, model.layers, strict=True):
+            layer.training = own.training
     return record_step(
-        model.graph.unbound(), batch, precision=model.precision, momentum=momentum, device=current_device(),
+        graph, batch, precision=model.precision, momentum=momentum, device=current_device(),
         ranks=model.comm.size, slots=arena.slots, in_momentum=arena.adds, input_grad=model.input_grad,
         frozen=[s.full_name for s in arena.segments if not s.trainable], group_bytes=arena.group_bytes,
         message_dtype="bf16" if arena.wire.dtype != np.float32 else "fp32",

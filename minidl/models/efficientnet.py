@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from minidl import checks
 from minidl.graph import Graph, Node, scope
 from minidl.initializers import kaiming_normal
 from minidl.layers import AdaptiveAvgPool2d, Add, Dropout, Flatten, Linear, SiLU, StochasticDepth
@@ -46,6 +47,7 @@ def efficientnet_b0(
     Args:
         stochastic_depth: in training, block i of 16 leaves out a sample's branch with i/16 of this probability.
     """
+    checks.number("efficientnet_b0", "stochastic_depth", stochastic_depth, "in [0, 1)", lambda p: 0 <= p < 1)
     graph, blocks = Graph(), sum(depth for *_, depth in _STAGES)
     built = 0
     x = graph.input(image_shape)

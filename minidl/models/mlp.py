@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from minidl import checks
 from minidl.graph import Graph
 from minidl.layers import Conv2d, Flatten, Linear, MaxPool2d, ReLU
 
 
 def mlp(num_classes: int = 10, image_shape: tuple[int, ...] = (28, 28, 1), hidden: Sequence[int] = (128, 128)) -> Graph:
     """Fully connected layers with ReLU between them on flattened images."""
+    if not isinstance(hidden, Sequence):
+        raise checks.bad_value("mlp", "hidden", "a sequence of widths, such as (128, 128)", hidden)
     graph = Graph()
     x = Flatten()(graph.input(image_shape))
     for i, width in enumerate(hidden, start=1):

@@ -23,14 +23,14 @@ def floor(
     Args:
         flop, moved: floating-point operations and least bytes of device memory.
         ceilings: a record of `minidl.profile.ceilings`.
-        dtype: bf16, fp16, tf32 or fp32.
+        dtype: name of a precision.
         matrix: the FLOP are those of products, for matrix units. Others run on vector units, in float32 whatever the
             storage.
     """
     if flop is None or moved is None or ceilings is None:
         return None, None
     if matrix:
-        rate = (ceilings.get("matrix_tflops") or {}).get(dtype)
+        rate = matrix_rate(ceilings, dtype)
     else:
         rate = (ceilings.get("vector_tflops") or {}).get("fp32")
     compute, memory = _ms(flop, rate, 1e9), _ms(moved, ceilings.get("copy_gb_per_s"), 1e6)
@@ -39,6 +39,13 @@ def floor(
     if compute == memory == 0.0:
         return 0.0, None
     return (compute, "compute") if compute > memory else (memory, "memory")
+
+
+def matrix_rate(ceilings: Ceilings, dtype: str) -> float | None:
+    """10^12 FLOP/s of products in the precision ``dtype``; those of tf32x3 are three of TF32 each."""
+    rates = ceilings.get("matrix_tflops") or {}
+    rate = rates.get("tf32" if dtype == "tf32x3" else dtype)
+    return rate / 3 if rate and dtype == "tf32x3" else rate
 
 
 def network_floor(wire: float | None, ceilings: Ceilings | None) -> float | None:

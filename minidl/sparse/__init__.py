@@ -6,9 +6,9 @@ from minidl.sparse.layers import CSBConv2d, CSBLinear
 from minidl.sparse.masks import Granularity, magnitude_mask
 from minidl.sparse.pattern import CSBPattern, Occupancy
 from minidl.sparse.prune import CubicSchedule, PrunedSGD, Pruning, pruned, sparse_state, to_sparse, without_masks
-from minidl.sparse.search import Found, Sensitivity, masked, random_mask_search, sensitivity
-from minidl.sparse.share import Shared, SharedSGD, share_weights
-from minidl.sparse.shrink import Cut, resized, shrink
+from minidl.sparse.search import MaskSearch, Sensitivity, masked, random_mask_search, sensitivity
+from minidl.sparse.share import SharedSGD, SharedWeight, share_weights
+from minidl.sparse.shrink import ShrinkRecord, resized, shrink
 
 __all__ = [
     "CSBConv2d",
@@ -17,15 +17,15 @@ __all__ = [
     "CSBPattern",
     "Compressed",
     "CubicSchedule",
-    "Cut",
-    "Found",
     "Granularity",
+    "MaskSearch",
     "Occupancy",
     "PrunedSGD",
     "Pruning",
     "Sensitivity",
-    "Shared",
     "SharedSGD",
+    "SharedWeight",
+    "ShrinkRecord",
     "load_compressed",
     "magnitude_mask",
     "masked",

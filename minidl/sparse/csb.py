@@ -49,10 +49,8 @@ class CSBMatrix:
     __array_priority__ = 1000.0
 
     def __init__(self, pattern: CSBPattern, data: Any, *, transposed: bool = False):
-        if not isinstance(pattern, CSBPattern):
-            remedy = "CSBMatrix.from_dense, from_coo and from_scipy make one"
-            raise checks.bad_dtype("CSBMatrix", "pattern", "a CSBPattern", checks.describe(pattern), remedy)
-        self.pattern = pattern
+        remedy = "CSBMatrix.from_dense, from_coo and from_scipy make one"
+        self.pattern = checks.instance("CSBMatrix", "pattern", pattern, CSBPattern, "a CSBPattern", remedy)
         self._transposed = bool(transposed)
         self._ops = _table("data", data)
         _storage("data", data)
@@ -66,11 +64,12 @@ class CSBMatrix:
     # -- making one -------------------------------------------------------------------------------------------------
 
     @classmethod
-    def from_dense(cls, dense: Any, blocksize: int | None = None, *, mask: Any = None) -> CSBMatrix:
+    def from_dense(cls, dense: Any, blocksize: int | Pair | None = None, *, mask: Any = None) -> CSBMatrix:
         """The nonzeros of a dense (M, K) array, NaN included; with ``mask``, its true elements instead, zeros and all.
 
         Args:
-            blocksize: side of a block, a power of two up to 256; None chooses, on a GPU 64.
+            blocksize: side of a block, a power of two up to 256, or a pair of it, as the attribute is; None chooses, on
+                a GPU 64.
             mask: (M, K) booleans.
 
         Raises:
@@ -89,7 +88,9 @@ class CSBMatrix:
         return cls(pattern, ops.from_host(data))
 
     @classmethod
-    def from_coo(cls, data: Any, coordinates: tuple[Any, Any], shape: Pair, blocksize: int | None = None) -> CSBMatrix:
+    def from_coo(
+        cls, data: Any, coordinates: tuple[Any, Any], shape: Pair, blocksize: int | Pair | None = None
+    ) -> CSBMatrix:
         """From values and their (rows, columns), in any order. Values at one place are summed; zeros are kept.
 
         Raises:
@@ -114,7 +115,7 @@ class CSBMatrix:
         return cls(pattern, ops.from_host(values))
 
     @classmethod
-    def from_scipy(cls, matrix: Any, blocksize: int | None = None, *, dtype: Any = None) -> CSBMatrix:
+    def from_scipy(cls, matrix: Any, blocksize: int | Pair | None = None, *, dtype: Any = None) -> CSBMatrix:
         """From any sparse matrix or array of SciPy or CuPy, on its device; ``dtype`` converts the values.
 
         Raises:
@@ -218,10 +219,6 @@ class CSBMatrix:
         """The dense (M, K) array."""
         dense = self._ops.csb_expand(self.indptr, self.indices, self._data, self.pattern.shape, self.pattern.side)
         return dense.T if self._transposed else dense
-
-    def todense(self) -> Any:
-        """`toarray`, under SciPy's other name."""
-        return self.toarray()
 
     def tocoo(self) -> Any:
         """A COO matrix of SciPy, or of CuPy on a GPU; float32 whatever the dtype here, as both lack bfloat16."""
@@ -366,7 +363,7 @@ class CSBMatrix:
             raise checks.bad_shape("CSBMatrix", name, str(shape), array.shape, f"the matrix is {self.shape}")
 
 
-def _blocksize(ops: ModuleType, blocksize: int | None) -> int | None:
+def _blocksize(ops: ModuleType, blocksize: int | Pair | None) -> int | Pair | None:
     return GPU_SIDE if blocksize is None and ops.name == "cuda" else blocksize
 
 

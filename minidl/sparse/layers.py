@@ -20,7 +20,7 @@ from minidl.profile import Cost, PassCost
 from minidl.profile.cost import covered
 from minidl.shapes import Pair, round_up
 from minidl.sparse.csb import CSBMatrix, on_host
-from minidl.sparse.pattern import CSBPattern, choose_side
+from minidl.sparse.pattern import CSBPattern, choose_side, side_of
 
 # By `Precision.tf32`, how products may be split: three of bfloat16 are nearer to float32's than a single TF32 one.
 SPLITS = {0: None, 1: "bf16x3", 3: "tf32x3"}
@@ -34,9 +34,8 @@ class _CSBLayer(Layer):
         name: str | None,
     ):  # fmt: skip
         super().__init__(name)
-        if not isinstance(pattern, CSBPattern):
-            remedy = "from_dense makes the layer from a weight with zeros"
-            raise checks.bad_dtype(self.name, "pattern", "a CSBPattern", checks.describe(pattern), remedy)
+        remedy = "from_dense makes the layer from a weight with zeros"
+        checks.instance(self.name, "pattern", pattern, CSBPattern, "a CSBPattern", remedy)
         if 0 in pattern.shape:
             raise checks.bad_shape(self.name, "pattern", "(out, in), both at least 1", pattern.shape)
         self.pattern = pattern
@@ -46,7 +45,7 @@ class _CSBLayer(Layer):
             self.declare("bias", (pattern.shape[0],), bias_init or fan_in, product=False)
 
     @staticmethod
-    def _parts(dense: Any, bias: Any, blocksize: int | None, mask: Any) -> tuple[CSBPattern, dict[str, Any]]:
+    def _parts(dense: Any, bias: Any, blocksize: int | Pair | None, mask: Any) -> tuple[CSBPattern, dict[str, Any]]:
         """The pattern of a dense float32 (out, in) weight, and the arguments that start a layer with its values."""
         matrix = CSBMatrix.from_dense(np.asarray(on_host(dense), float32), blocksize, mask=mask)
         values = matrix.data
@@ -183,7 +182,13 @@ class CSBLinear(_CSBLayer):
 
     @classmethod
     def from_dense(
-        cls, weight: Any, bias: Any = None, *, mask: Any = None, blocksize: int | None = None, name: str | None = None
+        cls,
+        weight: Any,
+        bias: Any = None,
+        *,
+        mask: Any = None,
+        blocksize: int | Pair | None = None,
+        name: str | None = None,
     ) -> CSBLinear:
         """A layer that starts with a dense weight (out, in): its nonzeros, or the elements where ``mask`` is true."""
         pattern, start = cls._parts(weight, bias, blocksize, mask)
@@ -249,7 +254,7 @@ class CSBConv2d(_CSBLayer):
     @classmethod
     def from_dense(
         cls, weight: Any, bias: Any = None, *, stride: int | Pair = 1, padding: int | Pair = 0,
-        dilation: int | Pair = 1, mask: Any = None, blocksize: int | None = None, name: str | None = None,
+        dilation: int | Pair = 1, mask: Any = None, blocksize: int | Pair | None = None, name: str | None = None,
     ) -> CSBConv2d:  # fmt: skip
         """A layer that starts with a dense filter (K, R, S, C); ``mask`` in its shape, as in `CSBLinear.from_dense`."""
         weight = np.asarray(on_host(weight), float32)
@@ -260,7 +265,7 @@ class CSBConv2d(_CSBLayer):
         kernel, channels = weight.shape[1:3], weight.shape[3]
         if blocksize is None and prod(kernel) > 1:
             blocksize = _side_for(weight, mask)
-        room = channels if prod(kernel) == 1 else _room(channels, prod(kernel), blocksize)
+        room = channels if prod(kernel) == 1 else _room(channels, prod(kernel), side_of(blocksize))
         flat, kept = (_flat(array, room) for array in (weight, mask))
         pattern, start = cls._parts(flat, bias, blocksize, kept)
         return cls(

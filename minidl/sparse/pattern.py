@@ -76,7 +76,7 @@ class CSBPattern:
 
     def __init__(self, indptr: Any, indices: Any, shape: Pair, side: int):
         self.shape = _shape(shape)
-        self.side = _side(side)
+        self.side = side_of(side)
         self.indptr = _indices("indptr", indptr, 2**31).astype(np.int32)
         self.indices = _indices("indices", indices, 2**16).astype(np.uint16)
         self._check()
@@ -122,7 +122,7 @@ class CSBPattern:
         row, column = _indices("row", row, shape[0]), _indices("column", column, shape[1])
         if row.shape != column.shape:
             raise checks.bad_shape("CSBPattern", "column", f"{row.shape} like row", column.shape)
-        side = choose_side(shape, row.size) if side is None else _side(side)
+        side = choose_side(shape, row.size) if side is None else side_of(side)
         grid = ceil_div(shape[0], side), ceil_div(shape[1], side)
         if max(row.size, grid[0] * grid[1]) >= 2**31:
             raise checks.bad_value("CSBPattern", "elements and blocks", "fewer than 2**31", (row.size, grid))
@@ -264,7 +264,14 @@ def _shape(shape: Any) -> Pair:
     return rows, columns
 
 
-def _side(side: Any) -> int:
+def side_of(side: Any) -> int:
+    """The side of a block, given as such, or as `CSBMatrix.blocksize` is: a pair of it, as in SciPy.
+
+    Raises:
+        ValueError: for what is no power of two up to 256, or two of them.
+    """
+    if isinstance(side, tuple) and len(side) == 2 and side[0] == side[1]:
+        side = side[0]
     size = checks.at_least("CSBPattern", "block side", side, 1)
     if size > MOST_SIDE or size & (size - 1):
         raise checks.bad_value("CSBPattern", "block side", f"a power of two up to {MOST_SIDE}", side)

@@ -216,9 +216,7 @@ class _Pruned:
     def __init__(self, model: Model, *args: Any, pruning: Pruning, **options: Any):
         who = type(self).__name__
         super().__init__(model, *args, **options)
-        if not isinstance(pruning, Pruning):
-            raise checks.bad_dtype(who, "pruning", "a Pruning", checks.describe(pruning))
-        self.pruning = pruning
+        self.pruning = checks.instance(who, "pruning", pruning, Pruning, "a Pruning")
         self._units = units_of(pruning, model)
         known = {s.full_name: s for s in self.arena.segments}
         self.pruned = [known[name] for name in self._units.names]
@@ -349,7 +347,7 @@ def without_masks(state: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def to_sparse(
     graph: Graph, state: Mapping[str, np.ndarray], masks: Mapping[str, np.ndarray], *, threshold: float = 0.7,
-    blocksize: int | None = None,
+    blocksize: int | tuple[int, int] | None = None,
 ) -> list[str]:  # fmt: skip
     """Replace layers of a fresh graph by sparse ones, where the masks are at least ``threshold`` sparse.
 

@@ -89,7 +89,7 @@ def sensitivity(
 
 
 @dataclass(frozen=True)
-class Found:
+class MaskSearch:
     """What a search chose.
 
     Attributes:
@@ -105,7 +105,7 @@ class Found:
 
 def random_mask_search(
     model: Model, pruning: Pruning, evaluate: Evaluate, *, sparsity: float, candidates: int = 50, seed: int = 0
-) -> Found:
+) -> MaskSearch:
     """Draw masks at random and keep the one that does least harm, part by part from the first to the last layer.
 
     S. Anwar, W. Sung, "Coarse pruning of convolutional neural networks with random masks", 2016: of N candidates the
@@ -140,7 +140,7 @@ def random_mask_search(
                 drawn.append((_error(model, evaluate), masks))
         scores[part] = tuple(score for score, _ in drawn)
         chosen = min(drawn, key=lambda one: (math.isnan(one[0]), one[0]))[1]  # of equal ones the first; NaN last
-    return Found(chosen, before, scores)
+    return MaskSearch(chosen, before, scores)
 
 
 def _both(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -25,7 +25,7 @@ _ROUNDS = 50
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedWeight:
     """A weight as ``codebook[codes]``.
 
     Attributes:
@@ -41,7 +41,7 @@ class Shared:
         return self.codebook[self.codes]
 
 
-def share_weights(weights: Mapping[str, np.ndarray], clusters: int = 32) -> dict[str, Shared]:
+def share_weights(weights: Mapping[str, np.ndarray], clusters: int = 32) -> dict[str, SharedWeight]:
     """The values that each array's nonzeros can best share, by k-means; zeros stay zero.
 
     Args:
@@ -65,7 +65,7 @@ def share_weights(weights: Mapping[str, np.ndarray], clusters: int = 32) -> dict
     return found
 
 
-def _share(weight: np.ndarray, clusters: int) -> Shared:
+def _share(weight: np.ndarray, clusters: int) -> SharedWeight:
     values = weight[weight != 0]
     centres = np.unique(values)
     if centres.size > clusters:
@@ -73,7 +73,7 @@ def _share(weight: np.ndarray, clusters: int) -> Shared:
     codes = np.zeros(weight.shape, np.uint8)
     between = (centres[1:].astype(np.float64) + centres[:-1]) / 2
     codes[weight != 0] = 1 + np.searchsorted(between, values)
-    return Shared(codes, np.concatenate([np.zeros(1, float32), centres]))
+    return SharedWeight(codes, np.concatenate([np.zeros(1, float32), centres]))
 
 
 def _k_means(values: np.ndarray, clusters: int) -> np.ndarray:
@@ -104,7 +104,7 @@ class SharedSGD(SGD):
         ValueError: as `SGD`; a name that is not trained, codes of another shape, ranks that differ.
     """
 
-    def __init__(self, model: Model, lr: float, *args: Any, shared: Mapping[str, Shared], **options: Any):
+    def __init__(self, model: Model, lr: float, *args: Any, shared: Mapping[str, SharedWeight], **options: Any):
         super().__init__(model, lr, *args, **options)
         trained = {s.full_name: s for s in self.arena.segments if s.trainable}
         for name, one in shared.items():
@@ -141,14 +141,14 @@ class SharedSGD(SGD):
                 self.ops.copy_into(gradient, self.ops.from_host(sums.astype(float32)[codes]))
         super()._condition(begin, end)
 
-    def shared(self) -> dict[str, Shared]:
+    def shared(self) -> dict[str, SharedWeight]:
         """The weights as they are now, by name."""
         host, found = self.ops.to_host(self.arena.master), {}
         for segment, codes in self._tied:
             values = host[segment.offset : segment.offset + segment.size]
             codebook = np.zeros(int(codes.max(initial=0)) + 1, float32)
             codebook[codes] = values
-            found[segment.full_name] = Shared(codes.reshape(segment.shape).copy(), codebook)
+            found[segment.full_name] = SharedWeight(codes.reshape(segment.shape).copy(), codebook)
         return found
 
     def state_dict(self) -> dict[str, np.ndarray]:

@@ -29,7 +29,7 @@ from minidl.sparse.channels import Channels, by_channels, depthwise, mixes, zero
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShrinkRecord:
     """What of every parameter and buffer is left, by name.
 
     Attributes:
@@ -55,7 +55,7 @@ class Cut:
             if parameter is None:
                 found[name] = value
             elif value.shape != self.shapes[parameter]:
-                raise checks.bad_shape("Cut", name, str(self.shapes[parameter]), value.shape)
+                raise checks.bad_shape("ShrinkRecord", name, str(self.shapes[parameter]), value.shape)
             elif parameter in self.kept:
                 found[name] = _part(value, self.kept[parameter])
         return found
@@ -76,7 +76,7 @@ def _part(value: np.ndarray, kept: tuple[np.ndarray | None, ...]) -> np.ndarray:
     return np.ascontiguousarray(value)
 
 
-def shrink(graph: Graph, state: Mapping[str, np.ndarray]) -> tuple[Graph, Cut]:
+def shrink(graph: Graph, state: Mapping[str, np.ndarray]) -> tuple[Graph, ShrinkRecord]:
     """The network without what does nothing in it.
 
     Args:
@@ -219,7 +219,7 @@ def _smaller(layer: Layer, into: int, out: int) -> Layer:
     return new
 
 
-def _cut(graph: Graph, channels: Channels, stays: Mapping[int, np.ndarray]) -> Cut:
+def _cut(graph: Graph, channels: Channels, stays: Mapping[int, np.ndarray]) -> ShrinkRecord:
     kept: dict[str, tuple[np.ndarray | None, ...]] = {}
     shapes, dropped = {}, []
     for node in graph.nodes[1:]:
@@ -231,7 +231,7 @@ def _cut(graph: Graph, channels: Channels, stays: Mapping[int, np.ndarray]) -> C
             continue
         for name, shape in parameters.items():
             kept[f"{node.name}.{name}"] = _indices(channels, node, name, shape, stays)
-    return Cut(kept, tuple(dropped), shapes)
+    return ShrinkRecord(kept, tuple(dropped), shapes)
 
 
 def _indices(

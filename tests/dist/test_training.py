@@ -16,10 +16,10 @@ RECIPES = ["recipe=lamb", "recipe=lars", "recipe=mixed"]
 RINGS = [f"slots={slots}" for slots in (1, 2, 9)]  # from one to more than are needed
 # What each number of ranks trains by each engine, in one job.
 CASES = {
-    ("", 1): ["plain", "parts=1", *RECIPES],
+    ("", 1): ["plain", "parts=1", "parts=1,recipe=lamb", *RECIPES],
     ("", 2): ["plain", "group_bytes=1048576", "parts=2"],
     ("shm", 3): [
-        "plain", "group_bytes=600", "group_bytes=1048576", "parts=4", "recipe=waits", *RINGS,
+        "plain", "group_bytes=600", "group_bytes=1048576", "parts=4", "parts=4,recipe=lamb", "recipe=waits", *RINGS,
         *(f"group_bytes=600,{recipe}" for recipe in RECIPES),
     ],
     ("mpi", 3): ["plain", "recipe=waits", *RINGS],
@@ -81,10 +81,12 @@ def test_messages_that_wait_change_no_bit(engine, trained):
         assert answer["weights"] == first["weights"] and answer["losses"] == first["losses"]
 
 
-@pytest.mark.parametrize(("case", "engine", "ranks"), [("parts=2", "", 2), ("parts=4", "shm", 3)])
+@pytest.mark.parametrize(
+    ("case", "engine", "ranks"), [("parts=2", "", 2), ("parts=4", "shm", 3), ("parts=4,recipe=lamb", "shm", 3)]
+)
 def test_n_ranks_with_micro_batches_equal_one_without(case, engine, ranks, trained):
-    """The last batch has two samples: some ranks, and some micro-batches, have none."""
-    [alone] = trained("parts=1", "", 1)
+    """The last batch has two samples: some ranks, and some micro-batches, have none. One loss has class weights."""
+    [alone] = trained(",".join(["parts=1", *case.split(",")[1:]]), "", 1)
     assert_equal_training(trained(case, engine, ranks), alone)
 
 

@@ -19,7 +19,8 @@
 // -DLANES=L    other rows: L neighbouring threads (1 .. 32 of a warp, or the block) share a row in vectors of VEC
 //              elements, STEPS at a time. Vectors lie on absolute addresses: where a row does not start on one
 //              (ALIGNED = 0), its first and last are read and written element by element.
-// -DCOUNT=1    no logits: counts the labels that count into totals[1], for a step that is cut into micro-batches.
+// -DCOUNT=1    no logits: counts the labels that count, or adds up their weights, into totals[1], for a step that is cut
+//              into micro-batches.
 //
 // bytes per row: forward K * sizeof(T) + label + 4, backward 2 * K * sizeof(T) + label + 4; about 6 FLOP per logit.
 #ifndef SMOOTHED
@@ -368,12 +369,19 @@ softmax_cross_entropy_backward(const T* __restrict__ logits, const LABEL* __rest
 
 // Threads of all blocks take turns, so neighbours read neighbours.
 extern "C" __global__ void __launch_bounds__(BLOCK)
-count_labels(const LABEL* __restrict__ labels, double* __restrict__ partial, i64 count, int classes, i64 ignore_index) {
+count_labels(const LABEL* __restrict__ labels, const float* __restrict__ weights, double* __restrict__ partial,
+             i64 count, int classes, i64 ignore_index) {
     await_predecessor();
-    Totals mine;
-    for (i64 i = i64(blockIdx.x) * BLOCK + threadIdx.x; i < count; i += i64(gridDim.x) * BLOCK)
-        mine.valid += counts(i64(labels[i]), classes, ignore_index);
-    mine.write(partial);
+    int valid = 0;
+    double mass = 0.0;
+    for (i64 i = i64(blockIdx.x) * BLOCK + threadIdx.x; i < count; i += i64(gridDim.x) * BLOCK) {
+        const i64 label = i64(labels[i]);
+        const bool counted = counts(label, classes, ignore_index);
+        valid += counted;
+        if (weights && counted) mass += weights[label];
+    }
+    const double sums[COLUMNS] = {0.0, weights ? mass : double(valid), 0.0, 0.0};
+    write_totals<BLOCK>(sums, partial);
 }
 
 #endif

@@ -81,7 +81,7 @@ def _resident(classes: int, smoothed: bool) -> int:
     return 2 if classes > 48 else 3 if classes > 32 else 6 if smoothed or classes > 24 else 8
 
 
-def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
+def count_labels(labels: Any, num_classes: int, weights: Any | None = None, *, ignore_index: int) -> Any:
     """As `minidl.cpu.loss.count_labels`."""
     labels = contiguous(labels)
     count = labels.size
@@ -89,7 +89,7 @@ def count_labels(labels: Any, num_classes: int, *, ignore_index: int) -> Any:
         return zeros((4,), np.float64)
     blocks = min(MOST_PARTIALS, ceil_div(count, BLOCK * LABELS_PER_THREAD))
     partial = empty((blocks, 4), np.float64)
-    args = (labels, partial, np.int64(count), np.int32(num_classes), np.int64(ignore_index))
+    args = (labels, weights, partial, np.int64(count), np.int32(num_classes), np.int64(ignore_index))
     launch("loss", "count_labels", blocks, BLOCK, *args, defines={"LABEL": _label(labels), "COUNT": 1})
     return column_totals(partial)
 
@@ -130,7 +130,6 @@ def softmax_cross_entropy_backward(
     logits: Any, labels: Any, lse: Any, totals: Any, scale: Any | None = None, *, ignore_index: int
 ) -> Any:
     """As `minidl.cpu.loss.softmax_cross_entropy_backward`."""
-    assert totals.shape == (4,), totals.shape
     return _backward(logits, labels, lse, totals, None, scale, False, ignore_index)
 
 
@@ -139,7 +138,6 @@ def smoothed_cross_entropy_backward(
     smoothing: float, ignore_index: int,
 ) -> Any:  # fmt: skip
     """As `minidl.cpu.loss.smoothed_cross_entropy_backward`."""
-    assert totals.shape == (6,), totals.shape
     return _backward(logits, labels, lse, totals, weights, scale, True, ignore_index, smoothing)
 
 
@@ -149,7 +147,7 @@ def _backward(
 ) -> Any:  # fmt: skip
     logits, labels, lse = as_rows(logits), contiguous(labels), contiguous(lse)
     assert lse.dtype == float32 and lse.shape == labels.shape, (lse.dtype, lse.shape)
-    assert totals.dtype == np.float64, totals.dtype
+    assert totals.dtype == np.float64 and totals.size > 1, (totals.dtype, totals.shape)
     assert scale is None or scale.dtype == float32, scale
     dlogits = empty(logits.shape, logits.dtype)
     if logits.size:

@@ -17,6 +17,7 @@ from minidl.profile.plots import labels, style
 from minidl.profile.plots.roofline import marker_area
 from minidl.profile.plots.style import INK, PASSES, SHAPES, halo, milliseconds, rate
 from minidl.profile.results import Row
+from minidl.profile.roofline import matrix_rate
 from minidl.profile.runs import Run, family
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def _ceilings(run: Run) -> tuple[float, float]:
     """Bus bandwidth in GB/s, TFLOP/s of matrix products."""
     ceilings = run.ceilings("communication roofline")
     network = (ceilings.get("all_reduce") or {}).get("bus_gb_per_s")
-    compute = (ceilings.get("matrix_tflops") or {}).get(run.dtype)
+    compute = matrix_rate(ceilings, run.dtype)
     if not network or not compute:
         lacking = "bandwidth of all-reduce" if not network else f"matrix rate for {run.dtype}"
         remedy = f"run mpiexec -n {run.ranks} minidl bench ceilings, then measure again"

@@ -10,6 +10,7 @@ import numpy as np
 from minidl.profile.blocks import blocks, order
 from minidl.profile.plots import style
 from minidl.profile.plots.style import INK, MUTED, halo, rate
+from minidl.profile.roofline import matrix_rate
 from minidl.profile.runs import COMPUTE, NotInFile, Run
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ def _axes(axes: Sequence[Axes], lines: Sequence[str], run: Run) -> None:
 def _ridge(axes: Axes, run: Run) -> None:
     """Where the machine's matrix products become compute-bound."""
     ceilings = run.point.get("ceilings") or run.content.get("ceilings") or {}
-    memory, matrix = ceilings.get("copy_gb_per_s"), (ceilings.get("matrix_tflops") or {}).get(run.dtype)
+    memory, matrix = ceilings.get("copy_gb_per_s"), matrix_rate(ceilings, run.dtype)
     if not memory or not matrix:
         return
     ridge = 1e3 * matrix / memory

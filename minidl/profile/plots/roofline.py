@@ -12,6 +12,7 @@ import numpy as np
 from minidl.profile.plots import labels, style
 from minidl.profile.plots.style import INK, MUTED, PASSES, SHAPES, halo, rate
 from minidl.profile.results import Row
+from minidl.profile.roofline import matrix_rate
 from minidl.profile.runs import COMPUTE, Run, family
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ def short(pass_name: str) -> str:
 def _roofs(run: Run, ceilings: Mapping[str, Any]) -> dict[str, Any]:
     """GB/s of memory, TFLOP/s of matrix products and of other arithmetic (None where not measured)."""
     memory = ceilings.get("copy_gb_per_s")
-    matrix = (ceilings.get("matrix_tflops") or {}).get(run.dtype)
+    matrix = matrix_rate(ceilings, run.dtype)
     if not memory or not matrix:
         lacking = "copy bandwidth" if not memory else f"matrix rate for {run.dtype}"
         raise run.lacks("roofline", f"its ceilings have no {lacking}; run minidl bench ceilings, then measure again")
