@@ -358,24 +358,30 @@ def test_a_view_of_what_no_network_has_is_one_line(content):
         view(whole, "times")
 
 
-@pytest.mark.parametrize(("timing", "share", "warned"), [
-    ("replayed", 1.3, True), ("cold", 1.3, True), ("hot", 1.3, False), ("graph_step", 1.3, False), ("cold", 1.1, False),
-    ("cold", None, False),
+@pytest.mark.parametrize(("timing", "bound", "share", "warned"), [
+    ("replayed", "memory", 1.3, True), ("cold", "memory", 1.3, True), ("hot", "memory", 1.3, False),
+    ("graph_step", "memory", 1.3, False), ("step", "memory", 1.3, False), ("step", "compute", 1.3, True),
+    ("cold", "compute", 1.1, False), ("cold", None, None, False),
 ])  # fmt: skip
-def test_passes_beyond_their_roof_tell_that_the_ceilings_are_too_low(timing, share, warned):
-    """Only where operands come from memory: the cache beats memory's roof."""
-    row = layers.empty_row("net", "conv1", "forward", precision("fp32"), "cpu", 1)
-    found = beyond_roof([row | {"roof_share": 0.9, "timing": timing}, row | {"roof_share": share, "timing": timing}])
+def test_passes_beyond_their_roof_tell_that_the_ceilings_are_too_low(timing, bound, share, warned):
+    """Only where no cache can be why: it beats memory's roof."""
+    row = layers.empty_row("net", "conv1", "forward", precision("fp32"), "cpu", 1) | {"timing": timing, "bound": bound}
+    found = beyond_roof([row | {"roof_share": 0.9}, row | {"roof_share": share}], CEILINGS)
     assert bool(found) == warned
     if warned:
         assert "beat the roof: 1, most of all conv1 forward by 30%" in found[0] and "--remeasure" in found[0]
 
 
-def test_ceilings_that_are_too_low_are_in_the_warnings(cpu_ops):
-    text, slow = "ReLU()", CEILINGS | {"copy_gb_per_s": 1e-6}
+@pytest.mark.parametrize(
+    ("date", "advised"), [("2020-01-01T00:00:00+00:00", True), ("2999-01-01T00:00:00+00:00", False)]
+)
+def test_ceilings_that_are_too_low_are_in_the_warnings(cpu_ops, date, advised):
+    """What this run has just measured it need not measure again."""
+    text, slow = "ReLU()", CEILINGS | {"copy_gb_per_s": 1e-6, "date": date}
     setup = {"precision": "fp32", "device": "cpu", "ranks": 1}
     content = bench_layer(layer_case(text, ["2x8x8x3"]), text, setup, SOLO, slow, options=QUICK)
-    assert any("--remeasure" in line for line in footer(content))
+    (line,) = [line for line in footer(content) if "beat the roof" in line]
+    assert ("--remeasure" in line) == advised
 
 
 def test_notes_say_what_the_figures_mean(content):
@@ -384,6 +390,16 @@ def test_notes_say_what_the_figures_mean(content):
     assert "exposed" not in text
     two = content | {"rows": [row | {"ranks": 2} for row in content["rows"]]}
     assert "exposed: for how long computing stood still" in "\n".join(footer(two))
+
+
+@pytest.mark.parametrize(
+    ("cost", "words"),
+    [(0.08, "+8.0%"), (0.03, "less than can be told (spread 6.6%)"), (-0.04, "less than can be told (spread 6.6%)")],
+)
+def test_what_timing_costs_is_told_where_it_is_more_than_steps_vary(content, cost, words):
+    eager = content["step"]["eager"] | {"spread": 0.066}
+    step = content["step"] | {"eager": eager, "eager_profiling_overhead": cost}
+    assert f"; timing them costs {words}" in footer(content | {"step": step})[0]
 
 
 def test_little_work_is_told_in_figures_and_not_as_nothing(content):

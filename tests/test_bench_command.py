@@ -173,6 +173,13 @@ def test_defaults_of_several_words_stand_as_they_are_typed(capsys):
     assert "(default: 32)" in out
 
 
+def test_the_help_of_a_layer_names_what_is_left_out(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "1000")
+    _, out, _ = run_cli(capsys, "layers", "--help")
+    (line,) = [line for line in out.splitlines() if "measure one layer instead" in line]
+    assert "--seconds" in line and "--no-capture" in line
+
+
 @pytest.mark.parametrize("words", [["bench"], ["tune"]])
 def test_words_that_want_another_list_those_there_are(words, capsys):
     assert cli.main(words) == 2

@@ -77,6 +77,23 @@ def test_matrices_grow_until_they_are_large_or_slow():
     assert ceilings._host_matrix(Clock(1.0, 7.0, 63.0)) == pytest.approx(2 * 256**3 / 7e9)
 
 
+@pytest.mark.parametrize(("matrix", "convolution", "by"), [(2.0, 1.0, "numpy"), (1.0, 3.0, "minidl conv2d")])
+def test_the_faster_of_two_products_is_a_processors_ceiling(cpu_ops, monkeypatch, matrix, convolution, by):
+    monkeypatch.setattr(ceilings, "_host_copy", lambda ops, timer: 1.0)
+    ran = []
+    monkeypatch.setattr(ceilings, "_host_matrix", lambda timer: ran.append("numpy") or matrix)
+    monkeypatch.setattr(ceilings, "_host_convolution", lambda ops, timer: ran.append("conv2d") or convolution)
+    record = measure(cpu_ops)
+    assert ran == ["conv2d", "numpy"], "its threads wait busily after a product"
+    assert record["matrix_tflops"]["fp32"] == record["vector_tflops"]["fp32"] == max(matrix, convolution)
+    assert record["matrix_by"]["fp32"] == by and record["matrix_by"]["bf16"].startswith(by)
+
+
+def test_a_convolution_counts_its_products(cpu_ops, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    assert ceilings._host_convolution(cpu_ops, Clock(2.0)) == pytest.approx(2 * 4 * 28**2 * 128**2 * 9 / 2e9)
+
+
 def test_a_copy_counts_what_is_read_and_what_is_written(cpu_ops, monkeypatch):
     copied = []
     table = type("Table", (), {"empty": cpu_ops.empty, "copy_into": lambda out, x: copied.append((out, x))})

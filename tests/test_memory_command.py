@@ -185,6 +185,11 @@ def test_alternatives_are_what_they_say(capsys, tmp_path):
         told(int(1.05 * largest) + 1, "200MB")
 
 
+def test_what_fits_needs_no_micro_batches(capsys):
+    out = _run(capsys, "--batch", "2", "--limit", "1GB", "--alternatives")
+    assert re.search(r"accumulation +not needed", out) and "micro-batches" not in out
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_step_of_any_precision_is_planned(capsys, precision):
     assert cli.main([*SMALL, "--precision", precision]) == 0

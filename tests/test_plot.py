@@ -144,11 +144,16 @@ def test_all_makes_what_the_file_allows_and_says_why_not(save_as, tmp_path, caps
     assert command(path, "--output", tmp_path / "out") == 0
     made = {p.name for p in (tmp_path / "out").iterdir()}
     own = {f"one-{kind}.svg" for kind in ("roofline", "bars", "memory", "share")}
-    assert made == own | {"resnet20-32x32-bf16-1-ranks-layers.svg"}
+    assert made == own | {"one-resnet20-32x32-bf16-1-rank-layers.svg"}
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == len(plots.KINDS) and sum(line.startswith("wrote ") for line in lines) == 5
     assert [line for line in lines if line.startswith(f"{path}: no communication roofline: measured on one rank")]
     assert [line for line in lines if line.startswith(f"{path}: no scaling: ")]
+
+
+def test_files_that_are_drawn_one_by_one_keep_their_pictures(save_as, tmp_path):
+    made = [set(plots.make([save_as(name, resnet20())], output=tmp_path)[0]) for name in ("a.json", "b.json")]
+    assert not made[0] & made[1]
 
 
 def test_each_run_of_a_file_has_its_own_pictures(save_as, tmp_path):
@@ -156,7 +161,7 @@ def test_each_run_of_a_file_has_its_own_pictures(save_as, tmp_path):
     content["rows"] += [row | {"arm": "torch"} for row in content["rows"]]
     command(save_as("a.json", content), "--kind", "bars", "--format", "png", "--output", tmp_path / "out")
     assert {p.name for p in (tmp_path / "out").iterdir()} == {
-        "a-resnet20-32x32-b64-bf16-1-ranks-bars.png", "a-resnet20-32x32-b64-bf16-torch-1-ranks-bars.png"
+        "a-resnet20-32x32-b64-bf16-1-rank-bars.png", "a-resnet20-32x32-b64-bf16-torch-1-rank-bars.png"
     }  # fmt: skip
     with pytest.raises(plots.NotInFile, match="the samples of the memory are those of resnet20 32×32, batch 64, bf16$"):
         plots.memory(plots.runs(content, "a.json")[1])

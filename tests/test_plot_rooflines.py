@@ -203,3 +203,12 @@ def test_a_message_of_several_layers_is_set_against_all_of_them():
     points = scatter(plots.communication(only(content)).axes[0])
     assert [p for p in points if p[:2] == pytest.approx((x, y))]
     assert len(points) == sum(row["pass"] == "all_reduce" for row in content["rows"]) - 1
+
+
+def test_a_sweep_over_ranks_has_a_network_for_each_point():
+    """The file's ceilings are those of its first point: on one rank no all-reduce was measured."""
+    content = fake("lenet", 32, 8, ranks=2)
+    run = only(content)
+    point = {"case": run.case, "setup": content["setup"], "step": content["step"], "ceilings": content["ceilings"]}
+    alone = content["ceilings"] | {"all_reduce": None}
+    assert plots.communication(only(content | {"ceilings": alone, "points": [point]}))

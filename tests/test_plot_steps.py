@@ -209,9 +209,9 @@ def test_series_are_of_one_network_over_batches_and_over_ranks():
     runs = scaled([(1, 32), (1, 256), (2, 32)]) + [only(resnet20(), "small.json")]
     found = {words: [(run.ranks, run.rank_batch) for run in members] for words, members in plots.series(runs)}
     assert found == {
-        "resnet50 224×224 bf16 1 ranks": [(1, 32), (1, 256)],
+        "resnet50 224×224 bf16 1 rank": [(1, 32), (1, 256)],
         "resnet50 224×224 bf16 b32 over ranks": [(1, 32), (2, 32)],
-        "resnet20 32×32 bf16 1 ranks": [(1, 64)],
+        "resnet20 32×32 bf16 1 rank": [(1, 64)],
     }
     many = [only(fake("lenet", 32, 2**i)) for i in range(9)]
     with pytest.raises(plots.NotInFile, match="no layers: 9 batch sizes of lenet 32×32, and one picture holds 8"):

@@ -196,6 +196,23 @@ def test_every_picture_of_a_page_can_be_drawn(pages, content, tmp_path):
     assert drawn.keys() == {f"lenet-fp32-{kind}.png" for kind in kinds}
 
 
+def test_ranks_of_different_commits_make_no_scaling(pages, content, tmp_path):
+    """What differs may be the code: no picture of efficiency, and a sentence beside the tables."""
+    write(tmp_path / "cpu" / "bench_model_a.json", content | {"commit": "a" * 40})
+    write(tmp_path / "cpu-x2" / "bench_model_b.json", on_two_ranks(content) | {"commit": "a" * 40})
+    told = "different commits (1: aaaaaaa; 2: bbbbbbb) and do not tell scaling"
+    drawn = lambda: {name.rpartition("-")[2] for name, *_ in pages.pictures(tmp_path)}  # noqa: E731
+    assert {"weak", "strong"} <= drawn() and "do not tell scaling" not in pages.overview(tmp_path)
+    write(tmp_path / "cpu-x2" / "bench_model_b.json", on_two_ranks(content) | {"commit": "b" * 40})
+    forget(pages)
+    assert not {"weak", "strong"} & drawn()
+    write(tmp_path / "cpu-x4" / "bench_model_b.json", on_ranks(content, 4) | {"commit": "b" * 40})
+    forget(pages)
+    assert not {"weak", "strong"} & drawn(), "from two ranks to four it would seem to scale better"
+    told = told.replace(")", "; 4: bbbbbbb)")
+    assert told in pages.overview(tmp_path) and told in pages.page(tmp_path, "lenet")
+
+
 def test_without_files_the_page_says_so(pages, tmp_path):
     assert pages.overview(tmp_path) == "Nothing was recorded yet."
 

@@ -316,7 +316,10 @@ def test_the_command_shows_writes_and_compares(tmp_path, capsys):
     ("words", "message"),
     [
         (["--case", "resnet50"], "--case must be one of the networks of"),
-        (["--case", "vgg16/224x224/b16"], "--links must be the all-reduces within a host"),
+        (
+            ["--case", "vgg16/224x224/b16"],
+            "within a host, got None; give --links FILE (minidl doctor --json FILE under",
+        ),
         (["--case", "vgg16/224x224/b16", "--link", "7"], "--link must be microseconds and GB/s"),
         (["--case", "vgg16/224x224/b16", "--link", "7,300", "--network", "x"], "--network must be numbers"),
         (

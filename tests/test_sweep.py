@@ -6,6 +6,8 @@ import argparse
 import json
 import sys
 import time
+from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -193,12 +195,15 @@ def test_ranks_are_started_by_the_launcher():
     assert options.arguments == ["bench", "layers", "--batch=1", "--json", "x"]
 
 
-def test_the_verbs_own_parsers_know_what_the_documentation_names(folder):
+def test_the_verbs_own_parsers_know_what_the_documentation_names(folder, capsys):
     from minidl.bench.command import parser_of as real
 
-    example = sweep.__doc__[sweep.__doc__.index("    verb =") : sweep.__doc__.index("Names are")]
-    points = sweep.read(toml(folder, "\n".join(line.strip() for line in example.splitlines())), real)
-    assert len(points) == 4
+    assert len(sweep.read(toml(folder, sweep.EXAMPLE), real)) == 4
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "sweep", "--help"])
+    assert indent(sweep.EXAMPLE, "  ") in capsys.readouterr().out
+    page = Path(__file__).parents[1] / "docs" / "benchmarks.md"
+    assert f"```toml\n{sweep.EXAMPLE}```" in page.read_text()
     for verb in sweep.VERBS:
         assert len(sweep.read(toml(folder, f'verb = "{verb}"\n[grid]\nprecision = ["fp32", "bf16"]'), real)) == 2
 
@@ -393,5 +398,5 @@ def test_a_sweeps_file_is_compared_and_drawn(swept, tmp_path):
     assert cli.main(["bench", "compare", str(path), str(path), "--strict"]) == 0
     written, reasons = plots.make([path], output=tmp_path / "out")
     kinds = [name.stem for name in written]
-    assert "lenet-32x32-group-mb-4-fp32-1-ranks-layers" in kinds and "grid-share" in kinds
+    assert "grid-lenet-32x32-group-mb-4-fp32-1-rank-layers" in kinds and "grid-share" in kinds
     assert any("no scaling: it takes one network" in text for text in reasons)

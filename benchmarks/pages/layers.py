@@ -109,7 +109,8 @@ def overview(results: Path) -> str:
         for words, found in (("On one rank", alone), *(("Over ranks", found) for found in over)):
             if found:
                 title, columns, cells = networks(found)
-                parts += [f"{words}, {_when(found)}: {title}.", markdown(columns, cells)]
+                told = f"{words}, {_when(found)}: {title}."
+                parts += [" ".join([told, *_apart(found, "distributed.md")]), markdown(columns, cells)]
     links = [f"[{NETWORKS.get(name, name)}](layers/{name}.md)" for name in of_networks(results)]
     return "\n\n".join([*parts, f"Each layer of {', '.join(links)}."])
 
@@ -144,6 +145,18 @@ def _when(found: Sequence[Run]) -> str:
     return f"measured {' to '.join(dict.fromkeys((days[0], days[-1])))}{at}"
 
 
+def _apart(found: Sequence[Run], page: str) -> list[str]:
+    """A sentence where ranks were measured at different commits: they then differ by more than their number."""
+    if all(len({run.content.get("commit") for run in members}) == 1 for _, members in _groups(found, "ranks")):
+        return []
+    commits: dict[int, set[str]] = {}
+    for run in found:
+        commits.setdefault(run.ranks, set()).add((run.content.get("commit") or "")[:7])
+    listed = "; ".join(f"{ranks}: {', '.join(sorted(some))}" for ranks, some in sorted(commits.items()))
+    how = f"how steps scale stands in [distributed.md]({page}#how-steps-scale)"
+    return [f"Numbers of ranks were measured at different commits ({listed}) and do not tell scaling; {how}."]
+
+
 # -- the page of a network --------------------------------------------------------------------------------------------
 
 
@@ -160,7 +173,8 @@ def page(results: Path, network: str) -> str:
     for title, members in _over_batches(alone):
         parts += [f"## {title}", _every_layer(members)]
     for title, members in (found for several in over for found in _over_ranks(several)):
-        parts += [f"## {title}", f"{_when(members).capitalize()}.", _of_ranks(members)]
+        told = f"{_when(members).capitalize()}."
+        parts += [f"## {title}", " ".join([told, *_apart(members, "../distributed.md")]), _of_ranks(members)]
     if own:
         parts += ["## Rooflines, times and memory", *(f"![{words}]({name}.png)" for name, words, _ in own)]
     files = [*alone, *(run for several in over for run in several), *_single(results, network)]
@@ -291,7 +305,8 @@ def pictures(results: Path) -> Iterator[Picture]:
 
 
 def _of_the_network(alone: Sequence[Run], over: Sequence[Sequence[Run]]) -> Iterator[Picture]:
-    """Shares of the step, of each layer over batches and ranks, and scaling by the newest campaign that has it."""
+    """Shares of the step, of each layer over batches and ranks, and scaling by the newest campaign that has it,
+    at one commit."""
     for way in dict.fromkeys(map(_way, [*alone, *(run for several in over for run in several)])):
         own, *others = ([run for run in found if _way(run) == way] for found in (alone, *over))
         ranks = next((found for found in others if any(run.ranks > 1 for run in found)), [])
@@ -303,10 +318,18 @@ def _of_the_network(alone: Sequence[Run], over: Sequence[Sequence[Run]]) -> Iter
             if members is not None:
                 text = f"Share and intensity of each layer over {what}, {way}"
                 yield f"{start}-over-{what}", text, lambda r=members: plots.layers(r)
+        commits = dict.fromkeys(run.content.get("commit") for run in ranks)
+        alike = [[run for run in ranks if run.content.get("commit") == commit] for commit in commits]
         for kind in KINDS:
-            if curves(ranks, [kind]):
+            if members := next((some for some in alike if _from_the_fewest(some, ranks, kind)), None):
                 text = f"Throughput over ranks, {kind} scaling, {way}"
-                yield f"{start}-{kind}", text, lambda r=ranks, k=kind: plots.scaling(r, [k])
+                yield f"{start}-{kind}", text, lambda r=members, k=kind: plots.scaling(r, [k])
+
+
+def _from_the_fewest(some: Sequence[Run], found: Sequence[Run], kind: str) -> bool:
+    """Whether some of the runs make a curve from the fewest ranks of all: another would hide what the first cost."""
+    fewest = min(run.ranks for run in found)
+    return any(curve.ranks[0] == fewest for curve in curves(some, [kind]))
 
 
 def _way(run: Run) -> str:

@@ -27,6 +27,12 @@ from minidl.profile.views import VIEWS, default_view, footer, tables
 
 _NORMS = ("BatchNorm2d", "GroupNorm", "LayerNorm")
 _UNACCOUNTED = 3  # exit status of --strict
+_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "strict", "model", "classes")  # and of networks
+_OF_NETWORKS = (*_OF_STEPS, "image_size", "batch")
+_ONE_LAYER = (
+    "measure one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'; --input tells the batch, --samples how often, "
+    f"and {', '.join('--' + name.replace('_', '-') for name in _OF_NETWORKS)} are left out"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +66,7 @@ def run(a: argparse.Namespace) -> int:
 def _add_layers(p: argparse.ArgumentParser) -> None:
     _add_network(p)
     p.add_argument("--model", default="resnet20", help=f"measure every layer of {models.CHOICES}")
-    p.add_argument("--layer", metavar="TEXT", help="measure one layer instead, such as 'Conv2d(64, 64, 3, padding=1)'")
+    p.add_argument("--layer", metavar="TEXT", help=_ONE_LAYER)
     p.add_argument(
         "--input", action="append", metavar="NxHxWxC", help="shape of the layer's input; repeat for several inputs"
     )
@@ -163,9 +169,6 @@ def _layers(a: argparse.Namespace) -> int:
     return _status(a, [content])
 
 
-_OF_STEPS = ("fusion", "seconds", "no_capture", "trace", "strict", "model", "classes")  # and of networks
-
-
 def _refuse(a: argparse.Namespace) -> None:
     """Options that cannot apply together are errors."""
     if a.layer and not a.input:
@@ -179,7 +182,7 @@ def _refuse(a: argparse.Namespace) -> None:
         remedy = "PyTorch has no such products; --precision fp32 measures its own"
         raise checks.bad_value("", name, "left out with --precision tf32x3", given, remedy)
     usual = parser_of("layers").get_default
-    for one, others in (("layer", (*_OF_STEPS, "image_size", "batch")), ("torch", (*_OF_STEPS, "kernels", "energy"))):
+    for one, others in (("layer", _OF_NETWORKS), ("torch", (*_OF_STEPS, "kernels", "energy"))):
         for other in others if getattr(a, one) else ():
             if getattr(a, other) != usual(other):
                 name = other.replace("_", "-")

@@ -291,6 +291,9 @@ def _alternatives(a: argparse.Namespace, case: _Case, limit: int) -> None:
     if not small:
         print(f"{'accumulation':<22}not even one sample fits without a plan")
         return
+    if small >= a.batch:
+        print(f"{'accumulation':<22}not needed: the batch fits without a plan")
+        return
     pieces = -(-a.batch // small)
     each = -(-a.batch // pieces)
     updates = [t for t, s in enumerate(case.problem.trace.steps) if s.pass_name == "update"]

@@ -36,7 +36,7 @@ def add_arguments(p: argparse.ArgumentParser) -> None:
     p.add_argument("--ranks-per-node", type=int, default=8, help="GPUs of a host")
     p.add_argument(
         "--links", nargs="+", metavar="FILE", default=[],
-        help="results of several ranks, such as those of bench_all_reduce.py: all-reduces within a host",
+        help="results of several ranks, such as those of minidl doctor --json: all-reduces within a host",
     )  # fmt: skip
     p.add_argument("--engine", help="whose all-reduces, where a file has several: links, nccl, ...; default: the first")
     p.add_argument("--link", metavar="US,GB/S", help="or latency and bandwidth of each rank within a host")
@@ -154,7 +154,7 @@ def _cluster(a: argparse.Namespace) -> Cluster:
         line = _line("--link", a.link)
         points = tuple((size, 1e3 * (line.latency + size / line.bandwidth)) for size in (0.0, 1e3, 1e10))
     elif ranks > 1:
-        remedy = "give --links h200-x2/bench_all_reduce.json, or --link 10,300"
+        remedy = "give --links FILE (minidl doctor --json FILE under mpirun makes one), or --link 10,300"
         raise checks.bad_value("", "--links", "the all-reduces within a host", None, remedy)
     else:
         points = ()
@@ -309,7 +309,7 @@ def measurements(known: dict[str, Run], file: str, links: Sequence[Sums] = ()) -
             continue
         sums = next((sums for sums in links if sums.ranks == row["ranks"] and engine in sums.engines), None)
         if sums is None:
-            remedy = "give --links bench_all_reduce.json of the same machine"
+            remedy = "give --links that minidl doctor --json measured on it, or bench_all_reduce.py"
             expected = f"all-reduces by {engine} of {row['ranks']} ranks, for {file}"
             raise checks.bad_value("", "--links", expected, None, remedy)
         step = scaling.measured(known[row["case"]]).scaled(row["alone_ms"])

@@ -1,17 +1,8 @@
 """``minidl bench sweep file.toml``: one benchmark over a grid of its options, each point a process of its own.
 
-    verb = "layers"            # or "model"
-    [fixed]
-    model = "resnet20"
-    device = "cpu"
-    [grid]
-    batch = [32, 64]
-    precision = ["fp32"]
-    ranks = [1, 2]             # more than one: started by python -m minidl.launch
-
-Names are those of the verb's options. A process per point keeps one point's memory, clocks and failures out of the
-next. Each point's result stays in a folder beside the output, so that a sweep that was cut short goes on where it
-stopped: what the same options gave with the same source code is not measured again.
+`EXAMPLE` is such a file. A process per point keeps one point's memory, clocks and failures out of the next. Each
+point's result stays in a folder beside the output, so that a sweep that was cut short goes on where it stopped: what
+the same options gave with the same source code is not measured again.
 """
 
 from __future__ import annotations
@@ -32,12 +23,23 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 from minidl import checks
 from minidl.profile import results
 
 VERBS = ("layers", "model")
+EXAMPLE = """\
+verb = "layers"            # or "model"
+[fixed]                    # options of the verb, as in its --help
+model = "resnet20"
+device = "cpu"
+[grid]                     # of these each value with each
+batch = [32, 64]
+precision = ["fp32"]
+ranks = [1, 2]             # more than one: started by python -m minidl.launch
+"""
 _OWN = ("json", "csv", "trace")  # files that the sweep writes, or that points would overwrite for each other
 _IN_KEY = ("model", "layer", "input", "batch", "image_size", "precision", "ranks")  # case, dtype and ranks tell these
 _FOUND = ("setup", "step", "ceilings", "warnings", "commit", "date", "seconds")
@@ -289,6 +291,7 @@ def _records(point: Point, outcome: Outcome) -> list[dict[str, Any]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of ``minidl bench sweep``."""
+    parser.epilog = f"FILE.toml, for example:\n\n{indent(EXAMPLE, '  ')}"
     parser.add_argument("file", metavar="FILE.toml", help="the verb, its fixed options and the grid of the others")
     parser.add_argument("--json", metavar="PATH", help="the merged result file; default: FILE.json")
     parser.add_argument("--fresh", action="store_true", help="measure again what an earlier sweep measured")

@@ -315,7 +315,10 @@ def _steps(step: Content) -> list[str]:
         if (accounted := step.get(f"{name}_accounted")) is not None:
             text += f"; layers account for {accounted:.1%} of it"
         cost = step.get(f"{name}_profiling_overhead")  # not known of a training run, which times some steps only
-        text += f"; timing them costs {cost:+.1%}" if cost is not None else ""
+        if cost is not None:
+            spread = step[name]["spread"]
+            text += "; timing them costs "
+            text += f"{cost:+.1%}" if cost > spread else f"less than can be told (spread {spread:.1%})"
         if name == "graph" and step.get("mark_ms"):
             text += f", of which their times are free: {1e3 * step['mark_ms']:.1f} us for each mark were taken off"
         lines.append(text)

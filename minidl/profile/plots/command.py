@@ -117,7 +117,7 @@ def make(
         if not pictures:
             reasons.append(f"{', '.join(map(str, names))}: no {k}: no network with its step; run minidl bench model")
         for words, members in pictures:
-            attempt("-".join(filter(None, [_slug(words) or alone, k])), lambda: draw(members))  # noqa: B023
+            attempt("-".join(filter(None, [alone, _slug(words), k])), lambda: draw(members))  # noqa: B023
     if not written:
         raise ValueError(_nothing([str(file) for file in names], kind, reasons))
     return written, reasons
@@ -142,9 +142,8 @@ def _names(files: Sequence[Path]) -> dict[Path, str]:
 
 def _words(run: Run) -> str:
     """A run in the name of a file."""
-    return " ".join(
-        [run.case or "layers", run.dtype, *([run.arm] if run.arm != "minidl" else []), f"{run.ranks} ranks"]
-    )
+    ranks = f"{run.ranks} rank{'s' * (run.ranks > 1)}"
+    return " ".join([run.case or "layers", run.dtype, *([run.arm] if run.arm != "minidl" else []), ranks])
 
 
 def _slug(words: str) -> str:

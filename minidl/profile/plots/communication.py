@@ -127,7 +127,7 @@ def _draw_ceilings(axes: Axes, network: float, compute: float, run: Run) -> list
     roof = np.clip(1e-3 * network * x, bottom, compute)
     axes.fill_between(x, roof, top, color=_TINT, zorder=0.5, linewidth=0)
     axes.plot(x[1:], roof[1:], color=INK, linewidth=1.6, zorder=3)
-    engine = run.content["ceilings"]["all_reduce"].get("engine")
+    engine = run.ceilings("communication roofline")["all_reduce"].get("engine")
     text = f"network: {rate(network)} GB/s{f' ({engine})' if engine else ''}"
     begin = start * (ridge / start) ** 0.35
     return [

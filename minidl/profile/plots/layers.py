@@ -40,7 +40,7 @@ def series(runs: Sequence[Run]) -> Iterator[tuple[str, list[Run]]]:
         for ranks in sorted({ranks for ranks, _ in found}):
             members = [found[key] for key in sorted(found) if key[0] == ranks]
             if len(members) > 1 or members[0].rank_batch not in several:
-                yield f"{words} {ranks} ranks", members
+                yield f"{words} {ranks} rank{'s' * (ranks > 1)}", members
         for batch in sorted(several):
             yield f"{words} b{batch} over ranks", [found[key] for key in sorted(found) if key[1] == batch]
 
