@@ -53,7 +53,7 @@ class Streams:
     """What CuPy gives a `Beside`: streams and events, and what each stream has waited for."""
 
     def __init__(self, deaf: int = -1):
-        self.current, self.waits, self._deaf = "main", 0, deaf  # to which wait
+        self.current, self.waits, self._deaf = "main", [], deaf  # to which wait
         self.clock = {name: dict.fromkeys(OTHER, 0) for name in OTHER}
         streams = {name: self._stream(name) for name in OTHER}
         self.side = streams["side"]
@@ -71,8 +71,8 @@ class Streams:
 
         class Stream:
             def wait_event(self, event):
-                streams.waits += 1
-                if streams.waits - 1 != streams._deaf:
+                streams.waits.append((name, streams.clock[name][name]))
+                if len(streams.waits) - 1 != streams._deaf:
                     for other, when in event.seen.items():
                         streams.clock[name][other] = max(streams.clock[name][other], when)
 
@@ -208,7 +208,7 @@ def small(name, image, batch, precision):
 def test_no_kernel_meets_what_another_stream_still_needs(case, plan, monkeypatch):
     streams, kernels = walked(*small(*case), plan, monkeypatch)
     aside = {name for name, stream in kernels if stream == "side"}
-    assert streams.waits >= 4 and "sgd_update" in aside and len(kernels) > 2 * len(aside)
+    assert len(streams.waits) >= 4 and "sgd_update" in aside and len(kernels) > 2 * len(aside)
     if case[0] == "resnet50" and plan == "bnff":
         assert {name for name, _ in kernels} >= {"conv2d_both_kernel", "conv2d_both_wide_kernel"}
         assert aside >= {"conv2d_weight_hopper_kernel", "sum_partials_kernel"}
@@ -223,18 +223,20 @@ def test_nor_does_one_of_a_random_network(scale, seed, monkeypatch):
 
 
 def test_each_wait_that_is_left_out_is_missed(monkeypatch):
-    """But for some behind which memory goes to who has waited for more, or another wait follows at once."""
+    """But for those that are followed by another before the next kernel, and some behind which memory goes to who has
+    waited for more."""
 
     def waits(deaf=-1):
         return walked(*small(*CASES[1]), "bnff", monkeypatch, deaf, group_bytes=1 << 22)[0].waits
 
-    count, missed = waits(), 0
-    for number in range(count):
+    told, missed = waits(), 0
+    needed = [number for number, wait in enumerate(told) if wait not in told[number + 1 :]]
+    for number in needed:
         try:
             waits(number)
         except Hazard:
             missed += 1
-    assert missed > 0.8 * count > 20
+    assert missed > 0.85 * len(needed) > 20
 
 
 def test_memory_that_is_given_back_under_work_beside_is_missed(monkeypatch):
