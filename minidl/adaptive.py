@@ -123,19 +123,19 @@ class AdamW(_Adaptive):
 
     Args:
         model: whose trainable parameters are updated.
-        lr, betas, eps, weight_decay: as above.
+        lr, betas, eps, weight_decay: as above; eps by default 1e-8, of LAMB 1e-6.
         decay_norm_and_bias, groups, loss_scale, clip_value, clip_norm: as in `SGD`.
     """
 
     _moments = ("first", "second")
-    _flop, _bytes = 16, 28
+    _flop, _bytes, _eps = 16, 28, 1e-8
 
     def __init__(
         self,
         model: Model,
         lr: float = 1e-3,
         betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-8,
+        eps: float | None = None,
         weight_decay: float = 1e-2,
         *,
         decay_norm_and_bias: bool = True,
@@ -146,7 +146,9 @@ class AdamW(_Adaptive):
     ):
         who = type(self).__name__
         first, second = _betas(who, betas)
-        checks.number(who, "eps", eps, "above 0, finite", lambda v: 0 < v < math.inf)
+        eps = checks.number(
+            who, "eps", self._eps if eps is None else eps, "above 0, finite", lambda v: 0 < v < math.inf
+        )
         super().__init__(
             model, lr, 0.0, weight_decay, decay_norm_and_bias, groups, loss_scale, clip_value, clip_norm,
             {BETA1: first, BETA2: second, EPS: eps},
@@ -178,26 +180,7 @@ class LAMB(AdamW):
         others: as `AdamW`.
     """
 
-    _flop, _bytes = 27, 24 + 16
-
-    def __init__(
-        self,
-        model: Model,
-        lr: float = 1e-3,
-        betas: Sequence[float] = (0.9, 0.999),
-        eps: float = 1e-6,
-        weight_decay: float = 1e-2,
-        *,
-        decay_norm_and_bias: bool = True,
-        groups: Sequence[ParameterGroup] = (),
-        loss_scale: float = FIRST_LOSS_SCALE,
-        clip_value: float | None = None,
-        clip_norm: float | None = None,
-    ):
-        super().__init__(
-            model, lr, betas, eps, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups,
-            loss_scale=loss_scale, clip_value=clip_value, clip_norm=clip_norm,
-        )  # fmt: skip
+    _flop, _bytes, _eps = 27, 24 + 16, 1e-6
 
     def _update(self, begin: int, end: int) -> None:
         part, arena = slice(begin, end), self.arena

@@ -9,6 +9,7 @@ import pytest
 
 import minidl as m
 from minidl import models
+from minidl.adaptive import EPS
 from tests.reference import adaptive as reference
 from tests.test_optim import gradients, model_and_batch
 
@@ -172,7 +173,8 @@ def test_impossible_settings_are_refused(case, cpu_ops, rng):
     ("kind", "option"), [(m.AdamW, "momentum"), (m.AdamW, "nesterov"), (m.LAMB, "momentum"), (m.LARS, "nesterov")]
 )
 def test_options_of_others_are_refused_in_the_name_of_the_class(kind, option, cpu_ops):
-    with pytest.raises(TypeError, match=rf"^{kind.__name__}.__init__\(\) .*'{option}'"):
+    """Of LAMB in that of AdamW, whose constructor it has."""
+    with pytest.raises(TypeError, match=rf"^{kind.__init__.__qualname__}\(\) .*'{option}'"):
         kind(m.Model(models.mlp(3, (4, 4, 2), (5,))), 0.1, **{option: 0.9})
 
 
@@ -184,3 +186,9 @@ def test_signatures_tell_the_options_that_all_optimizers_have(kind):
         name: common[name].default for name in names if name != "decay_norm_and_bias"
     }
     assert not [p for p in own.values() if p.kind is p.VAR_KEYWORD]
+
+
+def test_lamb_has_an_eps_of_its_own(cpu_ops):
+    model = m.Model(models.mlp(3, (4, 4, 2), (5,)))
+    found = [float(make(model, 0.1).record[EPS]) for make in (m.AdamW, m.LAMB)]
+    assert found == [np.float32(1e-8), np.float32(1e-6)]

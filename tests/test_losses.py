@@ -337,3 +337,35 @@ def test_metrics_refuse_what_does_not_fit():
         metric.update(np.zeros((2, 3), f32), np.array([0]))
     with pytest.raises(ValueError, match=r"\(\.\.\., 3\) as before"):
         metric.update(np.zeros((2, 4), f32), np.array([0, 1]))
+
+
+def test_labels_outside_the_classes_are_an_error(cpu_ops, rng):
+    loss = m.SoftmaxCrossEntropy()
+    totals = loss.forward(rng.standard_normal((3, 4)).astype(f32), np.array([0, 4, -1]))
+    with pytest.raises(ValueError, match="2 labels outside"):
+        _ = totals.loss
+
+
+def test_loss_doors(cpu_ops):
+    loss = m.SoftmaxCrossEntropy()
+    logits = np.zeros((2, 3), f32)
+    with pytest.raises(ValueError, match=r"labels must have shape \(2,\)"):
+        loss.forward(logits, np.zeros(3, np.int32))
+    with pytest.raises(TypeError, match="int32, int64 or uint8"):
+        loss.forward(logits, np.zeros(2))
+    with pytest.raises(RuntimeError, match="forward"):
+        loss.backward()
+
+
+def test_logits_and_scales_at_the_door_of_the_loss(cpu_ops):
+    loss, labels = m.SoftmaxCrossEntropy(), np.zeros(2, np.int32)
+    with pytest.raises(TypeError, match="logits must be float32"):
+        loss.forward(np.zeros((2, 3)), labels)
+    for shape in ((2, 0), (2,), ()):
+        with pytest.raises(ValueError, match="logits must have shape"):
+            loss.forward(np.zeros(shape, f32), labels)
+    loss.forward(np.zeros((2, 3), f32), labels)
+    with pytest.raises(TypeError, match=r"scale must be a float32 cpu array \(1,\)"):
+        loss.backward(2.0)
+    with pytest.raises(ValueError, match="ignore_index must be an integer"):
+        m.SoftmaxCrossEntropy(ignore_index=1.5)
