@@ -468,12 +468,10 @@ def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
 
 
 def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:
-    """Compile what the step will launch on all cores, by one rank of each host: one by one it takes minutes."""
-    if comm.local_rank == 0:
-        built = warm.compile_ahead(graph, -(-a.batch // comm.size), a.precision, a.fusion, warm.this_gpu())
-        if built.missing and comm.rank == 0:
-            print(f"compiled {built.missing} of {built.kernels} kernels in {built.compile_s:.1f} s", flush=True)
-    comm.barrier()
+    batch = -(-a.batch // (comm.size * max(a.accumulate, 1)))
+    built = warm.compile_for_ranks(graph, batch, a.precision, a.fusion, comm)
+    if built and built.missing and comm.rank == 0:
+        print(f"compiled {built.missing} of {built.kernels} kernels in {built.compile_s:.1f} s", flush=True)
 
 
 def _finish(a: argparse.Namespace, row: dict[str, float], trainer: Trainer, kept: str) -> None:

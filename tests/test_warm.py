@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 
 import minidl as m
-from minidl import cli
+from minidl import cli, training
 from minidl.bench import conv_tuning, warm
 from minidl.bench.step import TrainingStep
 from minidl.cuda.ahead import kernels_of
@@ -53,6 +54,24 @@ def test_the_command_tells_what_it_compiled(compiled, capsys):
     assert missing == kernels(BUILT_IN["H100"], fusion="auto")[1:] and arch == "sm_90a" and processes == 3
     out = capsys.readouterr().out
     assert f"{len(missing) + 1} kernels" in out and f"{len(missing)} compiled in " in out
+
+
+@pytest.mark.parametrize(("local_rank", "compiling"), [(0, 1), (1, 0)])
+def test_one_rank_of_each_host_compiles_and_all_wait(compiled, monkeypatch, local_rank, compiling):
+    monkeypatch.setattr(warm, "this_gpu", lambda: BUILT_IN["H100"])
+    waited = []
+    ranks = SimpleNamespace(local_rank=local_rank, barrier=lambda: waited.append(len(compiled)))
+    built = warm.compile_for_ranks(m.models.build("mlp", (28, 28, 1), 10), 4, "bf16", "none", ranks)
+    assert (built is not None, len(compiled), waited) == (bool(compiling), compiling, [compiling])
+
+
+def test_training_compiles_for_the_batch_of_a_micro_batch_of_a_rank(monkeypatch):
+    asked = []
+    monkeypatch.setattr(warm, "compile_for_ranks", lambda *given: asked.append(given))
+    options = SimpleNamespace(batch=100, accumulate=3, precision="bf16", fusion="auto")
+    training._compile_ahead(options, None, SimpleNamespace(size=4, rank=0))
+    ((_, batch, *_),) = asked
+    assert batch == 9  # of 100: 25 samples of a rank, by at most 9
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

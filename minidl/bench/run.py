@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import Any
 
 from minidl import backend
-from minidl.bench import layers, network
+from minidl.bench import layers, network, warm
 from minidl.bench.isolated import Case, cases
 from minidl.bench.launches import absorbed, launches
 from minidl.bench.rows import Table, network_rows
@@ -67,6 +67,10 @@ def bench_network(
     found = cases(graph, setup.batch)
     meter = Meter(ops)
     clocks = meter.state()
+    if ops.name == "cuda":
+        progress("compiling kernels")
+        for fusion in dict.fromkeys(["none"] * isolated + [setup.fusion]):  # layers alone are not fused
+            warm.compile_for_ranks(setup.graph(), setup.batch, setup.precision, fusion, comm)
     alone: Sequence[Row] = ()
     if isolated:
         alone = layers.measure(

@@ -13,6 +13,7 @@ from minidl.cuda import ahead, nvrtc
 from minidl.cuda.ahead import Built
 from minidl.cuda.convolution import conv2d_tuned
 from minidl.cuda.device import BUILT_IN, DeviceRecord, current_device
+from minidl.dist.communicator import Communicator
 from minidl.fusion import CHOICES, PLANS, fuse
 from minidl.graph import Graph
 from minidl.memory.record import blank
@@ -66,6 +67,17 @@ def compile_ahead(
         device, processes: as `minidl.cuda.ahead.compile_ahead` takes them.
     """
     return ahead.compile_ahead(partial(walk, graph, batch, precision, fusion), device, processes)
+
+
+def compile_for_ranks(graph: Graph, batch: int, precision: str, fusion: str, comm: Communicator) -> Built | None:
+    """`compile_ahead` for this machine's GPU, by one rank of each host: when steps launch them first, kernels are
+    compiled one by one, which takes minutes. None on the other ranks; a collective.
+    """
+    built = None
+    if comm.local_rank == 0:
+        built = compile_ahead(graph, batch, precision, fusion, this_gpu())
+    comm.barrier()
+    return built
 
 
 def walk(graph: Graph, batch: int, precision: str, fusion: str) -> None:
