@@ -46,7 +46,7 @@ from benchmarks.device import clean, row_ms
 from minidl import checks, dist, launch, models
 from minidl.bench.setup import Setup, device_of
 from minidl.bench.step import Replay, TrainingStep
-from minidl.bench.warm import compile_ahead, this_gpu
+from minidl.bench.warm import compile_for_ranks
 from minidl.dist import Communicator, ipc
 from minidl.dist.shm import ShmCommunicator
 from minidl.fusion import fuse
@@ -301,9 +301,8 @@ def measure(
     a: argparse.Namespace, comm: Communicator, setup: Setup, synchronised: bool, arms: dict[str, Arm]
 ) -> list[dict[str, Any]]:
     """The rows of one case; a collective."""
-    if setup.device == "cuda" and comm.local_rank == 0:
-        compile_ahead(setup.graph(), setup.batch, setup.precision, setup.fusion, this_gpu())
-    comm.barrier()
+    if setup.device == "cuda":
+        compile_for_ranks(setup.graph(), setup.batch, setup.precision, setup.fusion, comm)
     ours = Ours(setup, comm, synchronised)
     with_weights = ours.step.model.forward(ours.step.x)
     loss = ours.step.loss.forward(with_weights, ours.step.labels).loss

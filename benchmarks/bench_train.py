@@ -19,6 +19,7 @@ what the same call without it compiles, ours and torch.compile's, all cases at o
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import sys
 import time
@@ -196,6 +197,17 @@ def check(name: str, losses: list[float], expected: list[float], tolerance: floa
         raise AssertionError(f"{name} computes something else: losses {losses}, expected {expected}")
 
 
+def check_finite(name: str, last: Any) -> None:
+    """That the network of an arm has not diverged in the steps that were timed; ``last``: what the last one returned.
+
+    Raises:
+        AssertionError: it has; where values are NaN, passes take other times.
+    """
+    loss = float(getattr(last, "loss", last))
+    if not math.isfinite(loss):
+        raise AssertionError(f"{name} has diverged: its loss became {loss}")
+
+
 def apart(losses: Sequence[float], expected: Sequence[float]) -> float:
     """How far losses are from others, relative, at most."""
     return max(abs(one - other) / abs(other) for one, other in zip(losses, expected, strict=True))
@@ -249,6 +261,9 @@ def in_turns(ours: Ours, names: Sequence[str], peers: Sequence[str], blocks: int
             settle(step, setup.device)
             samples[arm].append(row_ms(m.dist.SOLO, step, steps, setup.device))
             hosts[arm].append(host_ms(step, setup.device))
+    for arm, (step, prepare) in arms.items():
+        prepare()
+        check_finite(arm, step())
     timings = {arm: Timing(tuple(values)) for arm, values in samples.items()}
     host = {arm: Timing(tuple(values)).ms for arm, values in hosts.items()}
     return [row(setup, name, timings, host, held, losses, peers) for name in names]

@@ -319,6 +319,15 @@ def test_a_step_is_resized_for_each_batch(cpu_ops):
         ]
 
 
+@pytest.mark.parametrize(("rate", "told"), [(1e-3, []), (1e9, ["the loss became nan: where values are NaN"])])
+def test_a_network_that_diverges_while_it_is_measured_is_told_of(cpu_ops, rate, told):
+    setup = Setup("mlp", 3, "fp32", "cpu", image_size=8)
+    step = new_step(setup, SOLO)
+    step.optimizer.set_lr(rate)
+    warnings = bench_network(setup, SOLO, CEILINGS, isolated=False, seconds=0.01, step=step)["warnings"]
+    assert [line.partition(",")[0] for line in warnings if "loss" in line] == told
+
+
 def test_networks_merge_into_one_file_that_shows_all_of_them(content):
     both = merged([content, with_batch(content, 4)])
     assert len(both["rows"]) == 2 * len(content["rows"])

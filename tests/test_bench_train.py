@@ -52,6 +52,7 @@ def test_arms_follow_each_other_equally_often(monkeypatch):
     monkeypatch.setattr(bench_train, "row_ms", lambda comm, step, steps, device: ran.append(step()) or 1.0)
     monkeypatch.setattr(bench_train, "host_ms", lambda step, device: 1.0)
     monkeypatch.setattr(bench_train, "settle", lambda step, device: None)
+    monkeypatch.setattr(bench_train, "check_finite", lambda name, last: None)
     monkeypatch.setattr(bench_train, "compared", lambda ours, names: ({n: [1.0] for n in names}, dict.fromkeys(names)))
     ours = bench_train.Ours(setup())
     names = ["a", "b", "c"]
@@ -78,6 +79,14 @@ def test_arms_of_one_plan_have_the_same_bits(monkeypatch):
     monkeypatch.setattr(ours, "first_losses", lambda name: (next(losses), 0))
     with pytest.raises(AssertionError, match="has not the bits"):
         bench_train.compared(ours, ["eager:none", "compiled:none"])
+
+
+def test_an_arm_that_diverged_while_it_was_timed_is_refused(monkeypatch):
+    ours = bench_train.Ours(setup())
+    ours.parts[1].set_lr(1e6)
+    monkeypatch.setattr(ours, "first_losses", lambda name: ([2.0], 0))
+    with pytest.raises(AssertionError, match="eager has diverged: its loss became nan"):
+        bench_train.in_turns(ours, ["eager"], [], blocks=2, steps=3)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])

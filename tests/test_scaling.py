@@ -32,7 +32,7 @@ from minidl.profile.scaling import (
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 RESNET50, OTHERS = (RESULTS / "h200" / f"bench_model_bf16_{name}.json.gz" for name in ("resnet50", "others"))
-SEVERAL = RESULTS / "h200-x2" / "bench_model_bf16_later.json.gz"
+SEVERAL = RESULTS / "h200-x2" / "bench_model_bf16.json.gz"
 ALL_REDUCES = [RESULTS / f"h200-x{n}" / "bench_all_reduce.json" for n in (2, 4)]
 LINKS = list(map(str, ALL_REDUCES))
 SCALING = RESULTS / "h200-x4" / "bench_scaling.json"

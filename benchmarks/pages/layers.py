@@ -116,8 +116,8 @@ def overview(results: Path) -> str:
 
 
 def sample(results: Path, network: str = "resnet50", dtype: str = "bf16", ranks: int = 2) -> str:
-    """What the table of a network looks like: the longest layer of each type, the optimizer, the rest and the step. Of
-    its largest batch, without fusion.
+    """What the table of a network looks like: the longest layer of each type, those that send messages, the optimizer,
+    the rest and the step. Of its largest batch, without fusion.
     """
     found = [run for run in _single(results, network) if (run.dtype, run.ranks, run.fusion) == (dtype, ranks, "none")]
     if not found:
@@ -126,14 +126,16 @@ def sample(results: Path, network: str = "resnet50", dtype: str = "bf16", ranks:
     known = {block.name: block for block in singles(run)}
     longest = {block.type: block.name for block in sorted(known.values(), key=lambda block: block.ms) if block.ms}
     _, columns, rows = view(run, "time")
+    message = columns.index("all-reduce") - 2
     lines = []
     for name, kind, *cells in rows:
-        if name != longest.get(kind) if kind else name.startswith("loss"):
+        sends = cells[message] not in ("", "-") and not cells[message].startswith("in ")
+        if name != longest.get(kind) and not sends if kind else name.startswith("loss"):
             continue
         told = [_intensity(known[name], run), _roof(known[name], run)] if kind else ["", ""]
         lines.append([name, kind, *("" if cell == "-" else cell for cell in cells), *told])
     title = f"{NETWORKS.get(network, network)}, batch {run.rank_batch} on each of {ranks} {run.machine}, {dtype}"
-    text = "the longest layer of each type; milliseconds, without fusion."
+    text = "the longest layer of each type, and those that send a message; milliseconds, without fusion."
     return f"{title}: {text}\n\n{markdown([*columns, 'FLOP/B', 'roof'], lines, words=(0, 1))}"
 
 

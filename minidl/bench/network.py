@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from minidl.profile.timing import Timing
 
 WARM_UP = 3
 FEWEST, MOST = 6, 20  # steps of one kind
+SETTLE_S = 0.2  # of replays before those that are timed: a GPU at its limit of power then keeps its clock
 
 Key = tuple[str, str]
 
@@ -114,19 +116,23 @@ def measure(
     started = time.perf_counter()
     step()
     step.ops.synchronize()
-    steps = max(comm.share(max(FEWEST, min(MOST, int(seconds / (time.perf_counter() - started))))))
+    taken = max(comm.share(time.perf_counter() - started))
+    steps = max(FEWEST, min(MOST, int(seconds / taken)))
     progress(f"{steps} eager steps")
     eager, last = _eager(step, steps)
     times = NetworkTimes(eager, None)
     times.show(comm, last)
     if capture and step.ops.name == "cuda":
         progress(f"{steps} replays of the step as a CUDA graph")
-        times.captured = _captured(step, steps)
+        times.captured = _captured(step, steps, math.ceil(SETTLE_S / taken))
         if energy is not None and comm.size == 1:
             progress("energy of a step")
             replay = step.capture()
             with replay.stream:
                 times.energy_mj = energy(replay, 1)
+    loss = step().loss
+    if not math.isfinite(loss):
+        times.warnings.append(f"the loss became {loss}: where values are NaN, passes take other times")
     return times
 
 
@@ -151,24 +157,25 @@ def _eager(step: TrainingStep, steps: int) -> tuple[Kind, StepTimes]:
     return joined(step.comm, plain, watched, silent), last
 
 
-def _captured(step: TrainingStep, steps: int) -> Kind:
+def _captured(step: TrainingStep, steps: int, before: int) -> Kind:
     """Replays without marks and with them take turns: clocks drift by more than marks cost."""
     plain, watched = StepProfiler(step.ops), StepProfiler(step.ops)
     replay = step.capture()
-    found = [in_turns(step, steps, {plain: replay, watched: step.capture(watched, replay)}), None]
+    found = [in_turns(step, steps, before, {plain: replay, watched: step.capture(watched, replay)}), None]
     if step.comm.size > 1:
         with step.silent():
             silent = StepProfiler(step.ops)
-            found[1] = in_turns(step, steps, {silent: step.capture(None, replay)})[0]
+            found[1] = in_turns(step, steps, before, {silent: step.capture(None, replay)})[0]
     return joined(step.comm, *found[0], found[1])
 
 
-def in_turns(step: TrainingStep, steps: int, replays: dict[StepProfiler, Replay]) -> list[list[StepTimes]]:
-    """So many steps of each replay in turns, all on one stream, each as its profiler sees it."""
+def in_turns(step: TrainingStep, steps: int, before: int, replays: dict[StepProfiler, Replay]) -> list[list[StepTimes]]:
+    """So many steps of each replay in turns, all on one stream, each as its profiler sees it; others before them."""
     stream = next(iter(replays.values())).stream
     with stream:
-        for replay in replays.values():
-            replay()
+        for _ in range(before):
+            for replay in replays.values():
+                replay()
         step.comm.barrier()
         for _ in range(steps):
             for profiler, replay in replays.items():
