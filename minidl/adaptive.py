@@ -12,10 +12,8 @@ from minidl import checks
 from minidl.model import Model
 from minidl.optim import FIRST_LOSS_SCALE, SGD, ParameterGroup
 from minidl.profile import PassCost
+from minidl.scalars import BETA1, BETA2, CORRECTION1, CORRECTION2, EPS, SIZE, STEP, TRUST
 from minidl.segments import ALIGN, Segment, by_name, flattened
-
-# Layout of the record array, float32[8] (see the adam_advance operation).
-BETA1, BETA2, EPS, STEP, CORRECTION1, CORRECTION2, TRUST = range(7)
 
 
 class _Adaptive(SGD):
@@ -32,7 +30,7 @@ class _Adaptive(SGD):
             model, lr, momentum, weight_decay, decay_norm_and_bias=decay_norm_and_bias, groups=groups,
             loss_scale=loss_scale, clip_value=clip_value, clip_norm=clip_norm,
         )  # fmt: skip
-        fields = np.zeros(8, np.float32)
+        fields = np.zeros(SIZE, np.float32)
         fields[list(record)] = list(record.values())
         self.record = self.ops.from_host(fields)
         size = (self.arena.trainable_size,)

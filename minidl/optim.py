@@ -20,11 +20,9 @@ from minidl.dist.agree import require_same
 from minidl.layers import RowParallelConv2d
 from minidl.model import Model
 from minidl.profile import PassCost
+from minidl.scalars import GOOD_STEPS, GROWTH_INTERVAL, LOSS_SCALE, LR, MOMENTUM, NONFINITE, SIZE, SKIPPED_STEPS
 from minidl.segments import ALIGN, Message, Segment, by_name, flattened
 
-# Layout of the control array, float32 (see the sgd_update operation).
-LR, MOMENTUM, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED, GROWTH_INTERVAL = range(7)
-_CONTROL_SIZE = 8
 FIRST_LOSS_SCALE = 2.0**16
 _GROWTH_INTERVAL = 2000
 TOUCHED = 20  # bytes of an update for each parameter: weight and momentum twice, the gradient
@@ -140,7 +138,7 @@ class SGD(checks.Told):
         self.groups = tuple(groups)
         self._check_groups()
         self.scales_loss = model.precision.loss_scaling
-        control = np.zeros(_CONTROL_SIZE, np.float32)
+        control = np.zeros(SIZE, np.float32)
         control[[LR, MOMENTUM]] = lr, momentum
         control[LOSS_SCALE] = loss_scale if self.scales_loss else 1.0
         control[GROWTH_INTERVAL] = _GROWTH_INTERVAL
@@ -231,7 +229,7 @@ class SGD(checks.Told):
 
         Waits for the device.
         """
-        return int(self.ops.to_host(self.control)[SKIPPED])
+        return int(self.ops.to_host(self.control)[SKIPPED_STEPS])
 
     def plan(self) -> str:
         """What must be alike on all ranks, in words."""

@@ -12,7 +12,7 @@ PACKAGE = ROOT / "minidl"
 # From the ground up. A module may import only from levels below its own (or from its own folder).
 LEVELS = [
     {"extensions", "cache", "checks", "shapes"},
-    {"precision", "checkpoint"},
+    {"precision", "scalars", "checkpoint"},
     {"cpu", "cuda"},
     {"backend", "initializers"},
     {"legality", "random", "schedule", "dist", "store", "value", "progress", "config"},

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from minidl import scalars
 from minidl.precision import bfloat16, float16, float32
 from tests.reference import optim as reference
 from tests.tolerance import assert_close, draw
@@ -163,3 +167,14 @@ def test_loss_scale_stays_within_bounds(ops, loss_scale, nonfinite, after):
     control = ops.from_host(make_control(loss_scale=loss_scale, nonfinite=nonfinite, interval=1.0))
     ops.update_loss_scale(control)
     assert ops.to_host(control)[2] == after
+
+
+def test_kernels_find_the_scalars_where_they_lie():
+    """Names differ where a variant's macro has one."""
+    header = (Path(scalars.__file__).parent / "cuda" / "scalars.cuh").read_text()
+    named = {"LEARNING_RATE": "LR", "MOMENTUM_FACTOR": "MOMENTUM"}
+    kinds = [[named.get(name, name) for name in kind.split(", ")] for kind in re.findall(r"enum { (.*) };", header)]
+    assert len(kinds) == 2 and max(map(len, kinds)) <= scalars.SIZE
+    for kind in kinds:
+        assert [getattr(scalars, name) for name in kind] == list(range(len(kind)))
+    assert {*sum(kinds, []), "SIZE"} == {name for name in vars(scalars) if name.isupper()}

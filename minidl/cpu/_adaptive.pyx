@@ -1,5 +1,5 @@
 # cython: language_level=3, boundscheck=False, wraparound=False, cdivision=True
-"""Adaptive optimizers over flat float32 arenas. control is [lr, momentum, loss_scale, ...]."""
+"""Adaptive optimizers over flat float32 arenas. unscale: 1 / the loss scale of grad; record: see minidl.scalars."""
 
 from cython.parallel cimport prange
 from libc.stdint cimport int32_t
@@ -24,7 +24,7 @@ cdef Py_ssize_t SPAN = 16384  # elements per task
 
 def adamw(
     float[::1] master, const float[::1] grad, float[::1] first, float[::1] second, const int32_t[::1] segment_of,
-    const float[:, ::1] segments, const float[::1] control, const float[::1] record,
+    const float[:, ::1] segments, float lr, float unscale, const float[::1] record,
 ):
     """One step of AdamW."""
     cdef Py_ssize_t n = master.shape[0], tasks = (n + SPAN - 1) // SPAN, i, at
@@ -32,13 +32,13 @@ def adamw(
         at = i * SPAN
         minidl_adamw(
             &master[at], &grad[at], &first[at], &second[at], &segment_of[at // CHUNK], &segments[0, 0],
-            min(SPAN, n - at) // CHUNK, control[0], <float>1.0 / control[2], &record[0]
+            min(SPAN, n - at) // CHUNK, lr, unscale, &record[0]
         )
 
 
 def lamb_moments(
     const float[::1] master, const float[::1] grad, float[::1] first, float[::1] second,
-    const int32_t[::1] segment_of, const float[:, ::1] segments, const float[::1] control, const float[::1] record,
+    const int32_t[::1] segment_of, const float[:, ::1] segments, float unscale, const float[::1] record,
     float[:, ::1] squares,
 ):
     """Moments in place; squares (chunks, 2) of the weights and of the directions."""
@@ -47,13 +47,13 @@ def lamb_moments(
         at = i * SPAN
         minidl_lamb_moments(
             &master[at], &grad[at], &first[at], &second[at], &segment_of[at // CHUNK], &segments[0, 0],
-            min(SPAN, n - at) // CHUNK, <float>1.0 / control[2], &record[0], &squares[at // CHUNK, 0]
+            min(SPAN, n - at) // CHUNK, unscale, &record[0], &squares[at // CHUNK, 0]
         )
 
 
 def lamb(
     float[::1] master, const float[::1] first, const float[::1] second, const int32_t[::1] segment_of,
-    const float[:, ::1] segments, const float[::1] trust, const float[::1] control, const float[::1] record,
+    const float[:, ::1] segments, const float[::1] trust, float lr, const float[::1] record,
 ):
     """The weights of one step of LAMB; trust: a factor per segment."""
     cdef Py_ssize_t n = master.shape[0], tasks = (n + SPAN - 1) // SPAN, i, at
@@ -61,13 +61,13 @@ def lamb(
         at = i * SPAN
         minidl_lamb(
             &master[at], &first[at], &second[at], &segment_of[at // CHUNK], &segments[0, 0], &trust[0],
-            min(SPAN, n - at) // CHUNK, control[0], &record[0]
+            min(SPAN, n - at) // CHUNK, lr, &record[0]
         )
 
 
 def lars(
     float[::1] master, const float[::1] grad, float[::1] buffer, const int32_t[::1] segment_of,
-    const float[:, ::1] segments, const float[::1] trust, const float[::1] control,
+    const float[:, ::1] segments, const float[::1] trust, float lr, float momentum, float unscale,
 ):
     """One step of LARS; trust: a factor per segment."""
     cdef Py_ssize_t n = master.shape[0], tasks = (n + SPAN - 1) // SPAN, i, at
@@ -75,5 +75,5 @@ def lars(
         at = i * SPAN
         minidl_lars(
             &master[at], &grad[at], &buffer[at], &segment_of[at // CHUNK], &segments[0, 0], &trust[0],
-            min(SPAN, n - at) // CHUNK, control[0], control[1], <float>1.0 / control[2]
+            min(SPAN, n - at) // CHUNK, lr, momentum, unscale
         )

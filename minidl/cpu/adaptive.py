@@ -7,9 +7,8 @@ import numpy as np
 from minidl.cpu import _adaptive
 from minidl.cpu.array import Array, copy_into
 from minidl.precision import float32
+from minidl.scalars import BETA1, BETA2, CORRECTION1, CORRECTION2, LOSS_SCALE, LR, MOMENTUM, NONFINITE, STEP, TRUST
 
-_LOSS_SCALE, _NONFINITE = 2, 3  # of control
-_BETA1, _BETA2, _STEP, _CORRECTION1, _CORRECTION2, _TRUST = 0, 1, 3, 4, 5, 6  # of record
 _CHUNK = 64  # elements of an arena that share a segment
 
 
@@ -19,10 +18,10 @@ def adam_advance(control: Array, record: Array) -> None:
     Args:
         record: (8,) float32 [beta1, beta2, eps, step, 1 - beta1^step, 1 - beta2^step, trust coefficient, 0].
     """
-    if control[_NONFINITE] == 0:
-        record[_STEP] += 1
-        for beta, correction in ((_BETA1, _CORRECTION1), (_BETA2, _CORRECTION2)):
-            record[correction] = 1 - float(record[beta]) ** float(record[_STEP])
+    if control[NONFINITE] == 0:
+        record[STEP] += 1
+        for beta, correction in ((BETA1, CORRECTION1), (BETA2, CORRECTION2)):
+            record[correction] = 1 - float(record[beta]) ** float(record[STEP])
 
 
 def adamw_update(
@@ -38,8 +37,8 @@ def adamw_update(
         control, record: see `sgd_update` and `adam_advance`.
     """
     _check(master, segment_of, grad, first, second, working)
-    if control[_NONFINITE] == 0:
-        _adaptive.adamw(master, grad, first, second, segment_of, segments, control, record)
+    if control[NONFINITE] == 0:
+        _adaptive.adamw(master, grad, first, second, segment_of, segments, control[LR], 1 / control[LOSS_SCALE], record)
         _round(master, working)
 
 
@@ -52,7 +51,7 @@ def segment_norms(master: Array, grad: Array, bounds: Array, control: Array) -> 
     """
     chunks = [np.square(x.reshape(-1, _CHUNK)).sum(axis=1) for x in (master, grad)]
     norms = _norms(np.stack(chunks, axis=1), bounds)
-    norms[:, 1] /= control[_LOSS_SCALE]
+    norms[:, 1] /= control[LOSS_SCALE]
     return norms
 
 
@@ -75,10 +74,11 @@ def lars_update(
         others: as `adamw_update`.
     """
     _check(master, segment_of, grad, momentum, working)
-    if control[_NONFINITE] == 0:
+    if control[NONFINITE] == 0:
         w, g = norms.T
-        trust = _trust(segments, w, g, record[_TRUST] * w, g + segments[:, 1] * w)
-        _adaptive.lars(master, grad, momentum, segment_of, segments, trust, control)
+        trust = _trust(segments, w, g, record[TRUST] * w, g + segments[:, 1] * w)
+        rates = control[LR], control[MOMENTUM], 1 / control[LOSS_SCALE]
+        _adaptive.lars(master, grad, momentum, segment_of, segments, trust, *rates)
         _round(master, working)
 
 
@@ -94,8 +94,9 @@ def lamb_moments(
     """
     _check(master, segment_of, grad, first, second)
     squares = np.zeros((segment_of.size, 2), float32)
-    if control[_NONFINITE] == 0:
-        _adaptive.lamb_moments(master, grad, first, second, segment_of, segments, control, record, squares)
+    if control[NONFINITE] == 0:
+        unscale = 1 / control[LOSS_SCALE]
+        _adaptive.lamb_moments(master, grad, first, second, segment_of, segments, unscale, record, squares)
     return _norms(squares, bounds)
 
 
@@ -105,15 +106,15 @@ def lamb_update(
 ) -> None:  # fmt: skip
     """The second half of a step of LAMB: ``w -= lr * |w| / |u| * u``, norms as `lamb_moments` gave them."""
     _check(master, segment_of, first, second, working)
-    if control[_NONFINITE] == 0:
+    if control[NONFINITE] == 0:
         trust = _trust(segments, *norms.T, *norms.T)
-        _adaptive.lamb(master, first, second, segment_of, segments, trust, control, record)
+        _adaptive.lamb(master, first, second, segment_of, segments, trust, control[LR], record)
         _round(master, working)
 
 
 def clip_values(grad: Array, limit: float, control: Array) -> None:
     """Bound every gradient by ±``limit``, times the loss scale of ``control``, in place; NaN stays."""
-    most = np.float32(limit) * control[_LOSS_SCALE]
+    most = np.float32(limit) * control[LOSS_SCALE]
     np.clip(grad, -most, most, out=grad)
 
 
@@ -128,7 +129,7 @@ def clip_norm(grad: Array, square: Array, limit: float, control: Array) -> None:
     Args:
         square: (1,) float64, the sum of squares that counts: of `gradient_square`, or of several arenas together.
     """
-    norm, most = np.float32(np.sqrt(square[0])), np.float32(limit) * control[_LOSS_SCALE]
+    norm, most = np.float32(np.sqrt(square[0])), np.float32(limit) * control[LOSS_SCALE]
     if not norm <= most:
         grad *= most / norm
 

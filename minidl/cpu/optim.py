@@ -11,8 +11,8 @@ from minidl import checks
 from minidl.cpu import _optim
 from minidl.cpu.array import Array, copy_into
 from minidl.precision import float32
+from minidl.scalars import GOOD_STEPS, GROWTH_INTERVAL, LOSS_SCALE, LR, MOMENTUM, NONFINITE, SKIPPED_STEPS
 
-_LOSS_SCALE, _NONFINITE, _GOOD_STEPS, _SKIPPED_STEPS, _GROWTH_INTERVAL = 2, 3, 4, 5, 6
 _CHUNK = 64  # elements of an arena that share a segment
 _LARGEST_SCALE = 2.0**24
 
@@ -32,16 +32,17 @@ def sgd_update(
         working: (n,) in the storage dtype, receives the rounded master; may be None.
         segment_of: (n / 64,) int32, the row of ``segments`` for each 64 elements.
         segments: (S, 4) float32 rows ``[lr_scale, weight_decay, momentum_scale, 0]``; the third scales momentum.
-        control: (8,) float32, read only here.
+        control: (8,) float32 in the order of `minidl.scalars`; read only here.
     """
     assert master.size % _CHUNK == 0 and segment_of.size * _CHUNK == master.size, (master.shape, segment_of.shape)
     assert all(a is None or a.shape == master.shape for a in (grad, momentum, working)), "arena slices differ in length"
     if grad is None and (momentum is None or nesterov):
         raise checks.bad_value("sgd_update", "grad", "an array without momentum or with nesterov", None)
-    if control[_NONFINITE] != 0:
+    if control[NONFINITE] != 0:
         return
     same = working is not None and working.dtype == float32
-    _optim.sgd(master, grad, momentum, working if same else None, segment_of, segments, control, nesterov)
+    rates = control[LR], control[MOMENTUM], 1 / control[LOSS_SCALE]
+    _optim.sgd(master, grad, momentum, working if same else None, segment_of, segments, *rates, nesterov)
     if working is not None and not same:
         copy_into(working, master)
 
@@ -58,12 +59,12 @@ def sgd_begin(master: Array, momentum: Array, segment_of: Array, segments: Array
     """
     assert master.size % _CHUNK == 0 and segment_of.size * _CHUNK == master.size, (master.shape, segment_of.shape)
     assert momentum.shape == master.shape, (momentum.shape, master.shape)
-    _optim.sgd_begin(master, momentum, segment_of, segments, control)
+    _optim.sgd_begin(master, momentum, segment_of, segments, control[MOMENTUM])
 
 
 def find_nonfinite(grad: Array, control: Array) -> None:
-    """``control[3] = 1`` when an element of ``grad`` (n,) float32 is infinite or not a number, else 0."""
-    control[_NONFINITE] = _optim.any_nonfinite(grad)
+    """``control[NONFINITE] = 1`` when an element of ``grad`` (n,) float32 is infinite or not a number, else 0."""
+    control[NONFINITE] = _optim.any_nonfinite(grad)
 
 
 def update_loss_scale(control: Array) -> None:
@@ -71,12 +72,12 @@ def update_loss_scale(control: Array) -> None:
 
     P. Micikevicius et al., "Mixed precision training", ICLR 2018. The scale stays within 1 .. 2**24.
     """
-    if control[_NONFINITE] != 0:
-        control[_LOSS_SCALE] = np.maximum(control[_LOSS_SCALE] * 0.5, 1.0)
-        control[_GOOD_STEPS] = 0.0
-        control[_SKIPPED_STEPS] += 1.0
+    if control[NONFINITE] != 0:
+        control[LOSS_SCALE] = np.maximum(control[LOSS_SCALE] * 0.5, 1.0)
+        control[GOOD_STEPS] = 0.0
+        control[SKIPPED_STEPS] += 1.0
         return
-    control[_GOOD_STEPS] += 1.0
-    if control[_GOOD_STEPS] >= control[_GROWTH_INTERVAL]:
-        control[_LOSS_SCALE] = np.minimum(control[_LOSS_SCALE] * 2.0, _LARGEST_SCALE)
-        control[_GOOD_STEPS] = 0.0
+    control[GOOD_STEPS] += 1.0
+    if control[GOOD_STEPS] >= control[GROWTH_INTERVAL]:
+        control[LOSS_SCALE] = np.minimum(control[LOSS_SCALE] * 2.0, _LARGEST_SCALE)
+        control[GOOD_STEPS] = 0.0

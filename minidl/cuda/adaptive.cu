@@ -27,12 +27,10 @@
 // One thread: four neighbours; a chunk of 64 elements, which shares a segment, is half a warp. Arrays are 16-byte
 // aligned.
 #include "common.cuh"
+#include "scalars.cuh"
 
 #define BLOCK 256
 #define CHUNK 64
-
-enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE };
-enum { BETA1, BETA2, EPS, STEP, CORRECTION1, CORRECTION2, TRUST };
 
 struct Four {
     float v[4];

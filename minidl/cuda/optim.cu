@@ -3,7 +3,7 @@
 //
 // sgd_update       master, momentum: (n,) float32, updated in place; grad: (n,) float32; working: (n,) storage type,
 //                  receives the rounded master; segment_of: (n / 64,) int32; segments: (S, 4) float32 rows
-//                  [lr_scale, weight_decay, momentum_scale, 0]; control: float32[8], see the enum.
+//                  [lr_scale, weight_decay, momentum_scale, 0]; control: float32[8], see scalars.cuh.
 //                      g = grad / loss_scale + weight_decay * w
 //                      buf = (momentum * buf + weight_decay * w) + grad / loss_scale
 //                      w -= lr * lr_scale * (NESTEROV ? g + momentum * buf : buf)    (without momentum: * g)
@@ -13,18 +13,17 @@
 //                  Without GRADIENT the last term of buf is there already and buf is only read: 4 + 8 + working.
 // sgd_begin        buf = momentum * buf + weight_decay * w, to which backward passes then add: the bits of sgd_update
 //                  with gradients apart. 12 bytes per element.
-// find_nonfinite   grad: (n,) float32; control[3] = 1 when any element is Inf or NaN. Every writer writes the same
+// find_nonfinite   grad: (n,) float32; control[NONFINITE] = 1 when any element is Inf or NaN. Every writer writes the same
 //                  value, so their order does not matter; clear_nonfinite zeroes the flag first. 4 bytes per element.
 // update_loss_scale   one thread: dynamic loss scaling, Micikevicius et al., "Mixed precision training" (ICLR 2018).
 //
 // -DGRADIENT, -DMOMENTUM, -DNESTEROV, -DWORKING: 0 or 1; absent arrays are null pointers. Every pointer is 16-byte
 // aligned.
 #include "common.cuh"
+#include "scalars.cuh"
 
 #define BLOCK 256
 #define CHUNK 64  // elements that share a segment
-
-enum { LEARNING_RATE, MOMENTUM_FACTOR, LOSS_SCALE, NONFINITE, GOOD_STEPS, SKIPPED_STEPS, GROWTH_INTERVAL };
 
 // The buffer before the gradient comes: rounded alike wherever it is computed.
 DEVICE float decayed(float w, float buf, float decay, float momentum) {

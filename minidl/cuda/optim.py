@@ -75,7 +75,7 @@ def sgd_begin(master: Any, momentum: Any, segment_of: Any, segments: Any, contro
 
 
 def find_nonfinite(grad: Any, control: Any) -> None:
-    """control[3] = 1.0 when ``grad`` ((n,) float32) holds an Inf or a NaN, else 0.0."""
+    """control[NONFINITE] = 1.0 when ``grad`` ((n,) float32) holds an Inf or a NaN, else 0.0."""
     check_arena("find_nonfinite", "grad", grad, grad.size)
     n = np.int64(grad.size)
     launch("optim", "clear_nonfinite", 1, 1, control)
