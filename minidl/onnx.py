@@ -223,9 +223,18 @@ def _upsample(to: _Writer, node: Node, x: str) -> str:
 
 
 def _max_pool2d(to: _Writer, node: Node, x: str) -> str:
-    layer = node.layer
-    more = {"dilations": layer.dilation, "ceil_mode": int(layer.ceil_mode)}
-    return to.add("MaxPool", [x], node.name, **_window(layer), **more)
+    layer, window = node.layer, _window(node.layer)
+    if layer.ceil_mode:
+        # As padding at the end, for ceil_mode of ONNX keeps a last window that lies in the padding alone; runtimes
+        # refuse as much padding as the kernel has rows, which dilated windows may need.
+        sizes, out = to.shape_before(node)[:2], node.shape[:2]
+        axes = zip(sizes, out, layer.kernel_size, layer.stride, layer.padding, layer.dilation, strict=True)
+        ends = tuple(max((q - 1) * s + d * (k - 1) + 1 - n - p, 0) for n, q, k, s, p, d in axes)
+        if all(end < k for end, k in zip(ends, layer.kernel_size, strict=True)):
+            window["pads"] = layer.padding + ends
+        else:
+            window["ceil_mode"] = 1
+    return to.add("MaxPool", [x], node.name, **window, dilations=layer.dilation)
 
 
 def _avg_pool2d(to: _Writer, node: Node, x: str) -> str:

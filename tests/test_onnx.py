@@ -58,6 +58,8 @@ LAYERS = {
     "norm-of-vectors": ((7,), lambda: [m.Linear(7, 5), m.BatchNorm2d(5)]),
     "max-pool": ((9, 8, 3), lambda: [m.MaxPool2d(3, 2, 1)]),
     "max-pool-ceil": ((8, 10, 3), lambda: [m.MaxPool2d(3, 2, ceil_mode=True, dilation=1)]),
+    "max-pool-ceil-dilated": ((8, 10, 3), lambda: [m.MaxPool2d(2, 3, ceil_mode=True, dilation=2)]),
+    "max-pool-ceil-padded": ((6, 3, 3), lambda: [m.MaxPool2d((3, 2), 2, (0, 1), ceil_mode=True)]),
     "avg-pool": ((9, 8, 3), lambda: [m.AvgPool2d((3, 2), 2, (1, 0), count_include_pad=False)]),
     "avg-pool-padded": ((9, 8, 3), lambda: [m.AvgPool2d(3, 2, 1)]),
     "adaptive": ((9, 8, 3), lambda: [m.AdaptiveAvgPool2d(1)]),
