@@ -46,7 +46,7 @@ def save(path: str | os.PathLike, tensors: Mapping[str, np.ndarray], state: Mapp
         OSError: the file cannot be written; the previous one, if any, is untouched.
     """
     # safetensors 0.8 writes the memory of an array as it lies: of a transposed one, the wrong values without an error.
-    dense = {name: _dense(name, tensor) for name, tensor in tensors.items()}
+    dense = {name: storable("checkpoint", f"tensor {name!r}", tensor) for name, tensor in tensors.items()}
     require_json(state, "state")
     text = json.dumps(state)
     metadata = {"format": "minidl", "schema": str(SCHEMA), "state": text, "sha256": _digest(dense, text)}
@@ -203,6 +203,9 @@ def match(
         TypeError: what was found is no mapping, or no array.
     """
     require_mapping(found, who)
+    odd = next((name for name in found if not isinstance(name, str)), None)
+    if odd is not None:
+        raise checks.bad_dtype("", f"{who}: name {odd!r}", "a string", type(odd).__name__)
     wanted = {name: _kind(value) for name, value in expected.items()}
     given = {name: _kind_of(value, f"{who}: {name}") for name, value in found.items()}
     different = [
@@ -250,11 +253,16 @@ def require_json(value: Any, where: str) -> None:
         raise checks.bad_dtype("checkpoint", where, expected, type(value).__name__)
 
 
-def _dense(name: str, tensor: np.ndarray) -> np.ndarray:
+def storable(who: str, argument: str, tensor: np.ndarray) -> np.ndarray:
+    """``tensor`` as files hold it: in C's order, in the byte order of this machine.
+
+    Raises:
+        TypeError: for what is no NumPy array, or has a dtype that checkpoints do not hold.
+    """
     if not isinstance(tensor, np.ndarray):
-        raise checks.bad_dtype("checkpoint", f"tensor {name!r}", "a NumPy array", type(tensor).__name__)
+        raise checks.bad_dtype(who, argument, "a NumPy array", type(tensor).__name__)
     if tensor.dtype.name not in _DTYPES:
-        raise checks.bad_dtype("checkpoint", f"tensor {name!r}", f"one of {', '.join(_DTYPES)}", tensor.dtype)
+        raise checks.bad_dtype(who, argument, f"one of {', '.join(_DTYPES)}", tensor.dtype)
     return np.asarray(tensor, order="C", dtype=tensor.dtype.newbyteorder("="))
 
 

@@ -359,6 +359,11 @@ def test_match_lists_everything_at_once():
     )
 
 
+def test_names_that_are_no_strings_are_refused():
+    with pytest.raises(TypeError, match="^state: name 3 must be a string, got int$"):
+        checkpoint.match(example(), example() | {3: np.zeros(1)}, "state")
+
+
 def test_match_shortens_long_lists():
     with pytest.raises(ValueError, match=r"20 missing: n0, .*n7 and 12 more$"):
         checkpoint.match({f"n{i}": ((1,), np.float32) for i in range(20)}, {})

@@ -224,5 +224,26 @@ def test_truncated_damaged_and_foreign_files_are_refused(rng, tmp_path):
         load_compressed(tmp_path / "d")
     with pytest.raises(FileNotFoundError, match="no checkpoint"):
         load_compressed(tmp_path / "e")
-    with pytest.raises(TypeError, match="w must be a NumPy array"):
-        save_compressed(tmp_path / "f", {"w": [1, 2]})
+
+
+@needs_bitarray
+def test_what_a_file_would_not_give_back_is_refused(tmp_path):
+    for state, words in (
+        ({"w": [1, 2]}, "w must be a NumPy array"),
+        ({"w": np.array(["a"])}, "w must be one of bool, .* got <U1"),
+        ({"w": np.array([None])}, "w must be one of bool, .* got object"),
+        ([np.ones(3, f32)], "state must be a mapping of names to arrays"),
+    ):
+        with pytest.raises(TypeError, match=f"^(save_compressed: )?{words}"):
+            save_compressed(tmp_path / "a", state)
+    assert not (tmp_path / "a").exists()
+
+
+@needs_bitarray
+def test_values_of_another_byte_order_come_back_as_they_are(rng, tmp_path):
+    state = {"coded": sparse(rng, (9, 9), 0.9), "plain": draw(rng, (7,), f32)}
+    report = save_compressed(tmp_path / "a", {name: value.astype(">f4") for name, value in state.items()})
+    found = load_compressed(tmp_path / "a")
+    assert report.coded == 1
+    for name, value in state.items():
+        np.testing.assert_array_equal(found[name], value)

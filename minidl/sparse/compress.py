@@ -68,19 +68,19 @@ def save_compressed(path: str | os.PathLike, state: Mapping[str, np.ndarray]) ->
             all others are stored as they are.
 
     Raises:
-        TypeError: what is no NumPy array of a type that checkpoints hold.
+        TypeError: a state that is no mapping, what is no NumPy array of a type that checkpoints hold.
         ImportError: the library of Huffman codes is not installed.
         OSError: the file cannot be written.
     """
+    checkpoint.require_mapping(state, "state")
     entries, streams, plain = [], [], []
     sizes = {"values": 0, "gaps": 0}
-    for name, array in state.items():
-        if not isinstance(array, np.ndarray):
-            raise checks.bad_dtype("save_compressed", name, "a NumPy array", type(array).__name__)
+    for name, given in state.items():
+        array = checkpoint.storable("save_compressed", name, given)
         entry: dict[str, Any] = {"name": name, "shape": list(array.shape), "dtype": array.dtype.name}
         coded = _coded(array)
         if coded is None:
-            plain.append(np.ascontiguousarray(array).tobytes())
+            plain.append(array.tobytes())
         else:
             codebook, parts = coded
             plain.append(codebook.tobytes())
@@ -130,7 +130,7 @@ def _coded(array: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]] | None
     """Codebook, and streams of symbols; None for an array that is not to be coded."""
     if array.dtype != float32 or array.ndim < 2 or array.size == 0:
         return None
-    bits = np.ascontiguousarray(array).reshape(-1).view(np.uint32)
+    bits = array.reshape(-1).view(np.uint32)
     (where,) = np.nonzero(bits)  # by bits: -0.0 and NaN come back, too
     codebook, codes = np.unique(bits[where], return_inverse=True)
     if codebook.size > _MOST_VALUES:
