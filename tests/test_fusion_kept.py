@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -54,6 +55,21 @@ def test_plans_of_another_device_batch_or_precision_are_refused_by_name(cache, t
         fusion.fuse(m.Model(stack()), plan, batch=8)
     with pytest.raises(ValueError, match="batch must be the samples of a step"):
         fusion.fuse(m.Model(residual()), "adaptive")
+
+
+@pytest.mark.parametrize("way", [None, 3, ["elementwise"]])
+def test_a_file_with_ways_that_are_no_words_is_refused(tmp_path, way):
+    model, path = m.Model(residual()), tmp_path / "plan.json"
+    record = fusion.fuse(model, "none").record()
+    path.write_text(json.dumps(record | {"sites": record["sites"] | {"stem.bn": way}}))
+    with pytest.raises(ValueError, match="plan.json: not a fusion plan .*the way of stem.bn must be a string"):
+        fusion.fuse(model, path)
+
+
+@pytest.mark.parametrize("how", [None, 3, {"bn": "none"}])
+def test_what_is_no_plan_is_refused(how):
+    with pytest.raises(TypeError, match="fuse: how must be the name of a plan, a Plan or its file, got"):
+        fusion.fuse(m.Model(residual()), how)
 
 
 class Second:

@@ -47,7 +47,7 @@ def fuse(
 
     Raises:
         ValueError: an unknown name, a plan for another network, device, precision or batch, or no batch to measure for.
-        TypeError: for what is no Model.
+        TypeError: for what is no Model, or no plan.
         OSError: a file that cannot be read.
     """
     checks.instance("fuse", "model", model, Model, "a Model", "Model(graph, ...) makes one of a Graph")
@@ -115,9 +115,10 @@ def plan_for(
         anew: measure also what was measured and kept before.
 
     Raises:
-        ValueError, OSError: as `fuse`.
+        ValueError, TypeError, OSError: as `fuse`.
     """
     sites = find_sites(graph)
+    checks.instance("fuse", "how", how, str | Path | Plan, "the name of a plan, a Plan or its file")
     if isinstance(how, Plan):
         return how
     if how in PLANS:

@@ -236,7 +236,11 @@ class Plan:
             raise ValueError(f"a plan of schema {record['schema']!r}; this minidl reads {SCHEMA}")
         setting = dict(record["setting"]) if record["setting"] is not None else None
         found = list(record["evidence"]), list(record["contest"])
-        return cls(dict(record["sites"]), str(record["fingerprint"]), setting, *found)
+        sites = dict(record["sites"])
+        for name, way in sites.items():
+            if not isinstance(way, str):
+                raise checks.bad_dtype("", f"the way of {name}", "a string such as 'elementwise'", repr(way))
+        return cls(sites, str(record["fingerprint"]), setting, *found)
 
     def check(self, sites: Sequence[Site], setting: Mapping[str, Any] | None = None) -> None:
         """That this is a plan for these sites, and here.
