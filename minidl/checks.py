@@ -182,9 +182,28 @@ _DONE_HERE = {
     "Totals": {"backward": "call model.backward(loss.backward())", "item": "read totals.loss"},
 }
 
+_MADE_AGAIN = {
+    "Layer": "layer.unbound() makes another; then load_state_dict(layer.state_dict())",
+    "Model": "Model(model.graph.unbound(), ...) makes another; then load_state_dict(model.state_dict())",
+    "SGD": "make another for the other model; then load_state_dict(optimizer.state_dict())",
+    "Totals": "read() gives its numbers",
+}
+
 
 class Told:
     """Objects that tell how it is done here, when asked for what others of their kind can do."""
+
+    def __copy__(self) -> Any:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """For pickle and deep copies, which would part arrays from the views of them that others hold."""
+        if vars(self).get("ops") is None:
+            return super().__reduce_ex__(protocol)
+        remedy = next(_MADE_AGAIN[base.__name__] for base in type(self).__mro__ if base.__name__ in _MADE_AGAIN)
+        raise TypeError(_sentence("", f"a {type(self).__name__} cannot be copied or pickled", remedy))
 
     def __getattr__(self, name: str) -> Any:
         tables = [_DONE_HERE.get(base.__name__, {}) for base in type(self).__mro__]

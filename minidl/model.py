@@ -129,10 +129,6 @@ class Model(checks.Told):
         self._agree()
         self.arena.settle()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Model:
-        remedy = "Model(model.graph.unbound(), ...) makes another; then load_state_dict(model.state_dict())"
-        raise TypeError(f"a Model cannot be copied; {remedy}")
-
     def _factored(self, sent_itemsize: int) -> dict[str, int]:
         """Layers that may send factors, and up to how many rows over all ranks."""
         itemsize, found = self.precision.storage.itemsize, {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import pickle
 import re
 from functools import partial
 from itertools import product
@@ -128,6 +129,19 @@ def test_what_other_libraries_can_do_is_told_in_the_words_of_this_one(name):
     with pytest.raises(AttributeError, match=f"^{type(thing).__name__} has no xyzzy$"):
         thing.xyzzy  # noqa: B018
     assert copy.copy(thing) is not thing
+
+
+@pytest.mark.parametrize("taken", [copy.deepcopy, pickle.dumps])
+def test_what_holds_arrays_is_made_again_as_the_error_says(taken):
+    layer, x = m.Conv2d(3, 4, 3), np.ones((2, 5, 5, 3), np.float32)
+    assert copy.deepcopy(layer).forward(x).shape == (2, 3, 3, 4)  # it has no arrays yet
+    y, made = layer.forward(x), trained()
+    for thing, remedy in ((layer, "layer.unbound"), (made["SGD"], "make another"), (made["Totals"], "read")):
+        with pytest.raises(TypeError, match=f"^a {type(thing).__name__} cannot be copied or pickled; {remedy}"):
+            taken(thing)
+    again = layer.unbound()
+    again.load_state_dict(layer.state_dict())
+    np.testing.assert_array_equal(again.forward(x), y)
 
 
 def test_models_and_losses_are_called_and_batches_unpacked_as_elsewhere():
