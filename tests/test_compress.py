@@ -143,6 +143,20 @@ def test_what_cannot_be_shared_is_refused(cpu_ops, rng):
         SharedSGD(m.Model(residual()), 0.1, shared={"a2.weight": shared["a1.weight"]})
 
 
+@needs_scipy
+def test_a_shared_weight_that_is_updated_in_tiles_is_refused(cpu_ops, monkeypatch):
+    monkeypatch.setattr("minidl.layers.linear.TILE_BYTES", 1 << 12)
+    graph = m.Graph()
+    graph.output(m.Linear(300, 4, name="b")(m.Linear(20, 300, name="a")(graph.input((20,)))))
+    model = m.Model(graph)
+    weights = {name: model.state_dict()[name] for name in ("a.weight", "b.weight")}
+    optimizer = SharedSGD(model, 0.1, 0.9, shared=share_weights({"b.weight": weights["b.weight"]}, 4))
+    optimizer.update_in_backward()
+    optimizer = SharedSGD(m.Model(graph.unbound()), 0.1, 0.9, shared=share_weights(weights, 4))
+    with pytest.raises(ValueError, match="a.weight is updated in tiles, .*; leave one of the two out"):
+        optimizer.update_in_backward()
+
+
 # -- files ------------------------------------------------------------------------------------------------------------
 
 

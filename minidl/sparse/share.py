@@ -127,6 +127,18 @@ class SharedSGD(SGD):
         """As `SGD.update`; not within a captured step, as the host adds up."""
         super().update()
 
+    def update_in_backward(self, slots: int | None = None) -> None:
+        """As `SGD.update_in_backward`.
+
+        Raises:
+            ValueError: as there; on one rank, where the gradient of a shared weight is made in tiles.
+        """
+        tiled = next((s.full_name for s, _ in self._tied if s.rows and self.arena.comm.size == 1), None)
+        if tiled is not None:
+            text = f"updates within the backward pass: {tiled} is updated in tiles, its values by sums over all of it"
+            raise checks.impossible("SharedSGD", text, "leave one of the two out")
+        super().update_in_backward(slots)
+
     def gradients_in_momentum(self) -> None:
         """Refused: gradients of shared weights are added up by themselves."""
         text = "gradients added to the momentum: those of shared weights are added up by themselves"
