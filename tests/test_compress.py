@@ -139,6 +139,8 @@ def test_what_cannot_be_shared_is_refused(cpu_ops, rng):
     shared = share_weights(w)
     with pytest.raises(ValueError, match="unknown trained parameter 'a3.weight'"):
         SharedSGD(m.Model(residual()), 0.1, shared={"a3.weight": shared["a1.weight"]})
+    with pytest.raises(TypeError, match="a1.weight must be a SharedWeight, got float32 array .*; share_weights makes"):
+        SharedSGD(m.Model(residual()), 0.1, shared={"a1.weight": w["a1.weight"]})
     with pytest.raises(ValueError, match="a2.weight must have shape"):
         SharedSGD(m.Model(residual()), 0.1, shared={"a2.weight": shared["a1.weight"]})
 

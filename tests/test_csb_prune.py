@@ -86,6 +86,7 @@ def test_masks_that_cannot_be():
         magnitude_mask(w["w"], 0.5)
     for arguments, text in (({"sparsity": 1.0}, "sparsity must be"), ({"granularity": "row"}, "unknown granularity"),
                             ({"scope": "all"}, "unknown scope"), ({"weights": {"w": np.ones(3, f32)}}, "w must have"),
+                            ({"masks": {"w": np.ones((3, 2), bool)}}, r"mask of w must have shape \(3, 3\)"),
                             ({"weights": {"w": np.full((2, 2), np.nan)}}, "w must be finite")):  # fmt: skip
         with pytest.raises(ValueError, match=text):
             magnitude_mask(**({"weights": w, "sparsity": 0.5} | arguments))
@@ -275,6 +276,21 @@ def test_layers_that_are_not_sparse_enough_stay_dense(cpu_ops, rng):
     assert "head" in convert(network(), model.state_dict(), masks, threshold=0.5)
     with pytest.raises(ValueError, match="threshold must be"):
         convert(network(), model.state_dict(), masks, threshold=2)
+
+
+def test_masks_of_filters_make_sparse_layers_too(cpu_ops, rng):
+    """Those of biases and batch norms, which go with the filters, are no weights."""
+    model = m.Model(network())
+    optimizer = PrunedSGD(model, 0.05, pruning=Pruning(None, granularity="filter"))
+    optimizer.prune(0.9)
+    masks, graph = optimizer.masks(), network()
+    assert 1 - masks["stride.bias"].mean() >= 0.7
+    assert "stride" in convert(graph, model.state_dict(), masks)
+    sparse, x = m.Model(graph), draw(rng, (2, 6, 6, 3), f32)
+    sparse.load_state_dict(sparse_state(graph, model.state_dict()))
+    np.testing.assert_allclose(sparse.eval().forward(x), model.eval().forward(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"unknown parameter 'head'; did you mean 'head\.\w+'"):
+        convert(graph, model.state_dict(), {"head": masks["stride.bias"]})
 
 
 def test_a_state_of_another_network_is_not_made_sparse(cpu_ops, rng):

@@ -267,6 +267,10 @@ def test_found_masks_are_fixed_while_training_goes_on(ops, rng):
     assert graph["a1"].layer.out_channels == found.masks["a1.weight"].any(axis=(1, 2, 3)).sum() < 6
 
 
+def test_a_class_that_prunes_is_its_own_pruned_class():
+    assert pruned(PrunedSGD) is PrunedSGD and pruned(pruned(m.AdamW)) is pruned(m.AdamW)
+
+
 def test_what_cannot_be_searched_is_refused(cpu_ops, rng):
     model = m.Model(mobile())
     pruning = Pruning(None, granularity="filter")
@@ -283,7 +287,15 @@ def test_what_cannot_be_searched_is_refused(cpu_ops, rng):
         masked(model, {"stemm.weight": np.ones(3, bool)}),
     ):
         pass
+    for found in ((0.1, 0.9), None):
+        with pytest.raises(TypeError, match="^what evaluate returns must be a number, got"):
+            sensitivity(model, pruning, lambda found=found: found)
     optimizer = PrunedSGD(model, 0.1, pruning=pruning)
+    search = random_mask_search(model, pruning, lambda: 0.0, sparsity=0.5, candidates=1)
+    for take in (optimizer.impose, lambda masks: to_sparse(mobile(), model.state_dict(), masks),
+                 lambda masks: masked(model, masks).__enter__()):  # fmt: skip
+        with pytest.raises(TypeError, match="masks must be a mapping of names to masks, got MaskSearch"):
+            take(search)
     some = next(iter(optimizer.masks()))
     with pytest.raises(ValueError, match="unknown pruned parameter 'nobody.weight'"):
         optimizer.impose({"nobody.weight": np.ones(3, bool)})

@@ -22,6 +22,11 @@ def require_sparsity(who: str, argument: str, value: float) -> float:
     return checks.number(who, argument, value, "in [0, 1)", lambda v: 0 <= v < 1)
 
 
+def require_masks(who: str, masks: Mapping[str, np.ndarray]) -> None:
+    """TypeError for what is no mapping of names to masks, such as the whole of what a search found."""
+    checks.instance(who, "masks", masks, Mapping, "a mapping of names to masks", "a search has them in its masks")
+
+
 @dataclass(frozen=True)
 class Granularity:
     """What is dropped together; `parse` makes it of a word.
@@ -190,6 +195,8 @@ def score_mask(
         if rng is not None:
             scores[name] = rng.random(scores[name].shape)
         if masks is not None and name in masks:
+            if np.shape(masks[name]) != weight.shape:
+                raise checks.bad_shape(who, f"mask of {name}", str(weight.shape), np.shape(masks[name]))
             scores[name] = np.where(unit.scores(masks[name]) > 0, scores[name], GONE)
     if unit.kind == "n:m":
         keep = {name: _keep_n_of_m(s, sparsity, unit.sizes[1]) for name, s in scores.items()}

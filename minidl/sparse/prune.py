@@ -33,7 +33,14 @@ from minidl.optim import SGD
 from minidl.precision import float32
 from minidl.segments import Segment
 from minidl.sparse.layers import CSBConv2d, CSBLinear
-from minidl.sparse.masks import Granularity, magnitude_mask, require_fitting, require_sparsity, score_mask
+from minidl.sparse.masks import (
+    Granularity,
+    magnitude_mask,
+    require_fitting,
+    require_masks,
+    require_sparsity,
+    score_mask,
+)
 from minidl.sparse.structured import Branches, Filters
 
 _MASK, _COUNT = "mask.", "pruning.steps"
@@ -261,9 +268,10 @@ class _Pruned:
 
         Raises:
             ValueError: a name that is not pruned, another shape.
-            TypeError: a mask that is not of booleans.
+            TypeError: no mapping, a mask that is not of booleans.
         """
         who = type(self).__name__
+        require_masks(who, masks)
         for name, mask in masks.items():
             if name not in self._host_masks:
                 raise checks.unknown("pruned parameter", name, self._host_masks)
@@ -331,6 +339,8 @@ def pruned(kind: type[SGD]) -> type[SGD]:
     """
     if kind is SGD:
         return PrunedSGD
+    if isinstance(kind, type) and issubclass(kind, _Pruned):
+        return kind
     if not (isinstance(kind, type) and issubclass(kind, SGD)) or kind._state_size is not SGD._state_size:
         raise checks.bad_dtype("pruned", "kind", "an optimizer class that holds its whole state", repr(kind))
     return type(f"Pruned{kind.__name__}", (_Pruned, kind), {"__doc__": f"`{kind.__name__}` that prunes as it goes."})
@@ -354,7 +364,7 @@ def to_sparse(
     Args:
         graph: built like the one that was pruned, without a model yet; changed in place.
         state: the pruned model's `state_dict`.
-        masks: by weight name, from `PrunedSGD.masks` or `magnitude_mask`.
+        masks: by weight name, from `PrunedSGD.masks` or `magnitude_mask`; those of biases and norms are passed over.
         threshold: sparsity from which a layer is converted.
         blocksize: side of a block; None chooses.
 
@@ -362,14 +372,18 @@ def to_sparse(
         The names of the layers replaced: linear ones and convolutions without groups; the others stay dense with zeros.
 
     Raises:
-        ValueError: masks of layers that the graph lacks; a state without their weights, or with others.
+        ValueError: masks of parameters that the graph lacks; a state without their weights, or with others.
+        TypeError: masks that are no mapping.
     """
     threshold = checks.number("to_sparse", "threshold", threshold, "in [0, 1]", lambda v: 0 <= v <= 1)
+    require_masks("to_sparse", masks)
+    known = {f"{layer.name}.{spec.name}": layer for layer in graph.layers for spec in layer.specs}
     replaced = []
     for name, mask in masks.items():
-        layer_name = name.rpartition(".")[0]
-        layer = graph[layer_name].layer
-        if 1 - mask.mean() < threshold or not _convertible(layer):
+        if name not in known:
+            raise checks.unknown("parameter", name, known)
+        layer, (layer_name, _, parameter) = known[name], name.rpartition(".")
+        if parameter != "weight" or not _convertible(layer) or 1 - np.mean(mask) < threshold:
             continue
         if name not in state:
             raise checks.bad_value("to_sparse", "state", f"one that holds {name}", "one without it")

@@ -12,7 +12,7 @@ import numpy as np
 from minidl import checks
 from minidl.dist.agree import require_same
 from minidl.model import Model
-from minidl.sparse.masks import require_sparsity
+from minidl.sparse.masks import require_masks, require_sparsity
 from minidl.sparse.prune import Pruning, units_of
 
 Evaluate = Callable[[], float]
@@ -28,6 +28,7 @@ def masked(model: Model, masks: Mapping[str, np.ndarray]) -> Iterator[None]:
     """
     if any(layer.folded is not None for layer in model.layers):
         raise checks.order("masked", "the model is folded for inference", "call model.train() first")
+    require_masks("masked", masks)
     ops, arena = model.ops, model.arena
     segments = {s.full_name: s for s in arena.segments}
     before = ops.to_host(arena.master).copy()
@@ -154,5 +155,11 @@ def _weights(model: Model) -> dict[str, np.ndarray]:
 
 
 def _error(model: Model, evaluate: Evaluate) -> float:
-    """What ``evaluate`` gives; of ranks that got different ones, rank 0's."""
-    return model.comm.share(float(evaluate()))[0]
+    """What ``evaluate`` gave; of ranks that got different ones, rank 0's."""
+    found = evaluate()
+    try:
+        value = float(found)
+    except (TypeError, ValueError):
+        remedy = "such as 1 - trainer.evaluate()[1]"
+        raise checks.bad_dtype("", "what evaluate returns", "a number", checks.describe(found), remedy) from None
+    return model.comm.share(value)[0]

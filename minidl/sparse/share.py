@@ -102,6 +102,7 @@ class SharedSGD(SGD):
 
     Raises:
         ValueError: as `SGD`; a name that is not trained, codes of another shape, ranks that differ.
+        TypeError: what is no `SharedWeight`.
     """
 
     def __init__(self, model: Model, lr: float, *args: Any, shared: Mapping[str, SharedWeight], **options: Any):
@@ -110,6 +111,9 @@ class SharedSGD(SGD):
         for name, one in shared.items():
             if name not in trained:
                 raise checks.unknown("trained parameter", name, trained)
+            checks.instance(
+                "SharedSGD", name, one, SharedWeight, "a SharedWeight", "share_weights makes them of weights"
+            )
             if one.codes.shape != trained[name].shape:
                 raise checks.bad_shape("SharedSGD", name, str(trained[name].shape), one.codes.shape)
         require_same_arrays(model.comm, "shared weights", {name: one.dense() for name, one in shared.items()})
