@@ -173,6 +173,9 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], bool]:
             if (file.metadata() or {}).get("format") != "minidl":
                 return {name: file.get_tensor(name) for name in file.keys()}, False
         tensors, _ = checkpoint.load(path)
+        if tensors.keys() == {"header", "codes", "plain"}:
+            remedy = "sparse.load_compressed reads it, model.load_state_dict takes what that gives"
+            raise checks.bad_value("weights", "path", "a file of arrays by name", f"a compressed one, {path}", remedy)
         model = {name.removeprefix("model."): array for name, array in tensors.items() if name.startswith("model.")}
         return model or tensors, True
     except SafetensorError as error:

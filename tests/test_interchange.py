@@ -10,7 +10,7 @@ import minidl as m
 from minidl import checkpoint, models
 from minidl.interchange import ImportReport, export_weights, import_weights, torch_state
 from minidl.memory.record import blank
-from minidl.sparse import magnitude_mask, sparse_state, to_sparse
+from minidl.sparse import magnitude_mask, save_compressed, sparse_state, to_sparse
 from tests.tolerance import assert_same_arrays
 
 f32 = np.float32
@@ -224,6 +224,14 @@ def square(classes=5):
     graph = m.Graph()
     x = m.ReLU()(m.Conv2d(3, 3, 3, name="conv")(graph.input((6, 6, 3))))
     return graph.output(m.Linear(4 * 4 * 3, classes, name="head")(m.Flatten()(x)))
+
+
+def test_a_compressed_file_tells_who_reads_it(tmp_path):
+    pytest.importorskip("bitarray")
+    model = m.Model(square())
+    save_compressed(tmp_path / "model.mdz", model.state_dict())
+    with pytest.raises(ValueError, match="got 'a compressed one, .*model.mdz'; sparse.load_compressed reads it"):
+        import_weights(model, tmp_path / "model.mdz", strict=False)
 
 
 def test_checkpoints_are_taken_as_they_lie(tmp_path):

@@ -410,7 +410,7 @@ def sparse_state(graph: Graph, state: Mapping[str, np.ndarray], prefix: str = ""
     """A dense model's state for the sparse one: each weight of a sparse layer at its pattern, all else as it is.
 
     ``prefix``: what stands before the parameter's name: ``"momentum."`` for the state of an optimizer, whose masks of
-    sparse layers are left out.
+    sparse layers are left out; for that of `AdamW` or `LAMB` ``"first."``, and once more ``"second."``.
     """
     found = dict(state)
     for layer in graph.layers:
