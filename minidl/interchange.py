@@ -19,9 +19,12 @@ from safetensors.numpy import save as serialize
 
 from minidl import checkpoint, checks
 from minidl.graph import Graph
-from minidl.layers import Flatten, Linear
+from minidl.layers import Add, BatchNorm2d, Concat, Dropout, Flatten, LayerNorm, Linear, Mul, ReLU, Softmax
+from minidl.layers.activation import Activation
 from minidl.model import Model
 
+# Layers whose outputs have the order of their inputs, and with them their parameters.
+_KEEP_PLACES = (Activation, Add, BatchNorm2d, Dropout, Flatten, LayerNorm, Mul, ReLU, Softmax)
 _IGNORED = re.compile(r"(^|\.)num_batches_tracked$")
 # Other spellings of names, tried in turn: wrappers around a whole network, DenseNets of 2017, timm's VGGs.
 _SPELLINGS = (
@@ -116,7 +119,7 @@ def convert_state(
         ours: the layouts of ``state`` are minidl's already.
     """
     report, found = ImportReport(), {}
-    images, sparse = _flattened(graph), _sparse(graph)
+    places, sparse = _places(graph), _sparse(graph)
     for name, values in state.items():
         if _IGNORED.search(name):
             report.ignored.append(name)
@@ -127,7 +130,7 @@ def convert_state(
             continue
         expected = own[own_name].shape
         axes = sparse[own_name].dense_axes if own_name in sparse else len(expected)
-        array = values if ours else _to_minidl(np.asarray(values), images.get(own_name), axes)
+        array = values if ours else _to_minidl(np.asarray(values), places.get(own_name), axes)
         if own_name in sparse and array.shape != expected:
             array = _at_pattern(sparse[own_name], array)
         if array.shape != expected:
@@ -146,9 +149,9 @@ def torch_state(model: Model) -> dict[str, np.ndarray]:
     """Parameters and buffers of ``model`` with torchvision's names and layouts, float32, dense: sparse ones with their
     zeros.
     """
-    images, state = _flattened(model.graph), model.state_dict()
+    places, state = _places(model.graph), model.state_dict()
     state |= {name: layer.dense(state[name]) for name, layer in _sparse(model.graph).items()}
-    return {name: _to_torch(values, images.get(name)) for name, values in state.items()}
+    return {name: _to_torch(values, places.get(name)) for name, values in state.items()}
 
 
 def export_weights(model: Model, path: str | os.PathLike) -> Path:
@@ -220,25 +223,37 @@ def _at_pattern(layer: Any, dense: np.ndarray) -> np.ndarray:
     return values if np.count_nonzero(values) == np.count_nonzero(dense) else dense
 
 
-def _flattened(graph: Graph) -> dict[str, tuple[int, int, int]]:
-    """The image (H, W, C) whose values the columns of a Linear's weight belong to, by the weight's name."""
-    found, sparse = {}, _sparse(graph)
-    for node in graph.nodes:
-        name = f"{node.name}.weight"
-        if isinstance(node.layer, Linear) or (name in sparse and sparse[name].dense_axes == 2):
-            below = graph.nodes[node.inputs[0]]
-            shape = graph.nodes[below.inputs[0]].shape if isinstance(below.layer, Flatten) else ()
-            if len(shape) == 3:
-                found[name] = shape
+def _places(graph: Graph) -> dict[str, np.ndarray]:
+    """By the names of parameters and buffers that meet flattened images: which column, or element, of PyTorch's each of
+    ours is. There images are flattened channel by channel, here pixel by pixel.
+    """
+    found, orders, sparse = {}, {}, _sparse(graph)
+    for node in graph.nodes[1:]:
+        layer, inputs = node.layer, [graph.nodes[i] for i in node.inputs]
+        given = [orders.get(i) for i in node.inputs]
+        if isinstance(layer, Flatten) and len(inputs[0].shape) == 3:
+            height, width, channels = inputs[0].shape
+            order = np.arange(height * width * channels).reshape(channels, height, width)
+            orders[node.index] = order.transpose(1, 2, 0).reshape(-1)
+        elif all(order is None for order in given):
+            continue
+        elif isinstance(layer, Concat):
+            sizes = [below.shape[-1] for below in inputs]
+            parts = [np.arange(size) if order is None else order for size, order in zip(sizes, given, strict=True)]
+            orders[node.index] = np.concatenate([part + sum(sizes[:i]) for i, part in enumerate(parts)])
+        elif isinstance(layer, _KEEP_PLACES) and all(np.array_equal(order, given[0]) for order in given):
+            orders[node.index] = given[0]
+            found |= {f"{node.name}.{name}": given[0] for name in (*(s.name for s in layer.specs), *layer.buffer_specs)}
+        elif isinstance(layer, Linear) or f"{node.name}.weight" in sparse:
+            found[f"{node.name}.weight"] = given[0]
     return found
 
 
-def _to_minidl(values: np.ndarray, image: tuple[int, int, int] | None, axes: int) -> np.ndarray:
+def _to_minidl(values: np.ndarray, places: np.ndarray | None, axes: int) -> np.ndarray:
     """Float32, channels last; ``axes`` of the result."""
     values = values.astype(np.float32)
-    if image is not None and values.ndim == 2 and values.shape[1] == np.prod(image):
-        height, width, channels = image
-        values = values.reshape(-1, channels, height, width)
+    if places is not None and values.ndim <= 2 and values.shape[-1:] == places.shape:
+        values = values[..., places]
     if values.ndim == 4:
         values = values.transpose(0, 2, 3, 1)
         if axes == 2:  # a convolution over the whole image stands for a Linear
@@ -246,7 +261,7 @@ def _to_minidl(values: np.ndarray, image: tuple[int, int, int] | None, axes: int
     return np.ascontiguousarray(values)
 
 
-def _to_torch(values: np.ndarray, image: tuple[int, int, int] | None) -> np.ndarray:
-    if image is not None:
-        return np.ascontiguousarray(values.reshape(-1, *image).transpose(0, 3, 1, 2)).reshape(values.shape)
+def _to_torch(values: np.ndarray, places: np.ndarray | None) -> np.ndarray:
+    if places is not None:
+        return np.ascontiguousarray(values[..., np.argsort(places)])
     return np.ascontiguousarray(values.transpose(0, 3, 1, 2) if values.ndim == 4 else values)

@@ -219,6 +219,36 @@ def test_files_that_are_none(tmp_path):
         import_weights(model, tmp_path / "weights.pth")
 
 
+def branched():
+    """Flattened images meet their weights behind other layers, as in AlexNet, and beside those of another size."""
+    graph = m.Graph()
+    x = graph.input((4, 3, 2))
+    y = m.Flatten()(m.Conv2d(2, 5, 1, name="conv")(x))
+    y = m.ReLU()(m.BatchNorm2d(60, name="norm")(m.Dropout(0.5)(y)))
+    z = m.LayerNorm(8, name="shift")(m.Flatten()(m.MaxPool2d(2, ceil_mode=True)(x)))
+    z = m.Mul()(z, m.Flatten()(z))
+    return graph.output(m.Linear(68, 4, name="head")(m.Tanh()(m.Concat()(y, z))))
+
+
+def test_flattened_images_keep_their_places_behind_other_layers(cpu_ops, rng):
+    """Against PyTorch's order, channels first, in float64."""
+    shapes = {name: value.shape for name, value in m.Model(branched()).state_dict().items()}
+    s = {name: rng.uniform(0.5, 1.5, shape).astype(f32) for name, shape in shapes.items()}
+    s["conv.weight"] = s["conv.weight"].transpose(0, 3, 1, 2)
+    model, x = m.Model(branched()).eval(), rng.standard_normal((3, 2, 4, 3)).astype(f32)
+    assert import_weights(model, s).complete
+    y = np.einsum("nchw,kc->nkhw", x.astype(float), s["conv.weight"][:, :, 0, 0]) + s["conv.bias"][:, None, None]
+    y = (y.reshape(3, -1) - s["norm.running_mean"]) / np.sqrt(s["norm.running_var"] + 1e-5)
+    y = np.maximum(y * s["norm.weight"] + s["norm.bias"], 0)
+    z = np.stack([x[:, :, :, :2].max(-1), x[:, :, :, 2]], -1).reshape(3, 2, 2, 2, 2).max(3).reshape(3, -1).astype(float)
+    z = (z - z.mean(-1, keepdims=True)) / np.sqrt(z.var(-1, keepdims=True) + 1e-5)
+    z = np.square(z * s["shift.weight"] + s["shift.bias"])
+    expected = np.tanh(np.concatenate([y, z], 1)) @ s["head.weight"].T + s["head.bias"]
+    np.testing.assert_allclose(model.forward(np.ascontiguousarray(x.transpose(0, 2, 3, 1))), expected, rtol=1e-4)
+    for name, values in torch_state(model).items():
+        np.testing.assert_array_equal(values, s[name], err_msg=name)
+
+
 def square(classes=5):
     """Filters of as many rows as columns and channels: another order of theirs has the same shape."""
     graph = m.Graph()
