@@ -129,8 +129,8 @@ def drawn(init: Initializer, rng: np.random.Generator, segment: Segment) -> np.n
         ValueError: when it gives another shape.
     """
     if not callable(init):
-        remedy = "see minidl.initializers"
-        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", repr(init), remedy)
+        got, remedy = checks.describe(init), "see minidl.initializers; load_state_dict takes arrays"
+        raise checks.bad_dtype(segment.full_name, "initializer", "a function (rng, shape) -> array", got, remedy)
     values = np.zeros(segment.shape, np.float32) if backend.dry() else np.asarray(init(rng, segment.shape))
     if values.shape != segment.shape:
         raise checks.bad_shape(segment.full_name, "starting values", str(segment.shape), values.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from functools import partial
 
+import numpy as np
 import pytest
 
 import minidl as m
@@ -52,15 +53,25 @@ def test_every_layer_with_arguments_is_among_them():
     assert takes - {m.layers.RowParallelConv2d} == {kind for kind, _, _ in DESCRIBED}
 
 
-@pytest.mark.parametrize(
+BEGINNING = pytest.mark.parametrize(
     "make",
     [
         partial(m.Conv2d, 4, 6, 3), partial(m.ConvTranspose2d, 4, 6, 3), partial(m.Linear, 4, 6),
         partial(m.BatchNorm2d, 6), partial(m.GroupNorm, 2, 6), partial(m.LayerNorm, 6),
     ],
 )  # fmt: skip
+
+
+@BEGINNING
 def test_parameters_begin_as_they_are_told(make):
     names = {"weight_init", "bias_init"} & {*inspect.signature(make.func).parameters}
     state = make(**{name: constant(3.0) for name in names}).state_dict()
     assert all((state[name.removesuffix("_init")] == 3).all() for name in names)
     assert len(names) == (2 if make.func in (m.Conv2d, m.ConvTranspose2d, m.Linear) else 1)
+
+
+@BEGINNING
+@pytest.mark.parametrize("given", [np.ones((6, 4), np.float32), "zeros"])
+def test_arrays_are_no_beginnings(make, given):
+    with pytest.raises(TypeError, match=r"weight: initializer must be a function .*.*load_state_dict takes arrays$"):
+        make(weight_init=given).state_dict()

@@ -318,6 +318,8 @@ def test_joins_refuse_what_does_not_fit():
         m.Add().forward(a)
     with pytest.raises(ValueError, match=r"mul: second input must have shape \(2, 3, 3, 4\) like .*or \(2, 1, 1, 4\)"):
         m.Mul().forward(a, b)
+    with pytest.raises(ValueError, match="got .*; the gate comes second$"):
+        m.Mul().forward(a[:, :1, :1], a)
     with pytest.raises(ValueError, match="every input"):
         m.Concat().forward(a, np.zeros((2, 3, 4, 4), f32))
     with pytest.raises(TypeError, match="one dtype"):

@@ -186,10 +186,10 @@ class Conv2d(_Convolution):
     ):
         super().__init__(in_channels, out_channels, kernel_size, stride, padding, dilation, groups, name)
         shape = (self.out_channels, *self.kernel_size, self.in_channels // self.groups)
-        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
+        self.declare("weight", shape, kaiming_uniform() if weight_init is None else weight_init, product=True)
         if bias:
             fan_in = uniform_fan_in(prod(shape[1:]))
-            self.declare("bias", (self.out_channels,), bias_init or fan_in, product=False)
+            self.declare("bias", (self.out_channels,), fan_in if bias_init is None else bias_init, product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, _ = self.require_image(shape, self.in_channels)
@@ -375,10 +375,10 @@ class ConvTranspose2d(_Convolution):
             if extra >= max(s, d):
                 raise checks.bad_value(self.name, "output_padding", "smaller than stride or dilation", output_padding)
         shape = (self.in_channels, *self.kernel_size, self.out_channels // self.groups)
-        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True)
+        self.declare("weight", shape, kaiming_uniform() if weight_init is None else weight_init, product=True)
         if bias:
             fan_in = uniform_fan_in(prod(shape[1:]))
-            self.declare("bias", (self.out_channels,), bias_init or fan_in, product=False)
+            self.declare("bias", (self.out_channels,), fan_in if bias_init is None else bias_init, product=False)
 
     def output_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         n, h, w, _ = self.require_image(shape, self.in_channels)

@@ -81,7 +81,8 @@ class Mul(Layer):
     def output_shape(self, a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
         if b != a and (len(a) != 4 or b != _gate(a)):
             expected = f"{a} like the first" + (f", or {_gate(a)}" if len(a) == 4 else "")
-            raise checks.bad_shape(self.name, "second input", expected, b)
+            swapped = len(b) == 4 and a == _gate(b)
+            raise checks.bad_shape(self.name, "second input", expected, b, "the gate comes second" if swapped else None)
         return a
 
     def cost(self, a: tuple[int, ...], b: tuple[int, ...], itemsize: int = 4) -> Cost:

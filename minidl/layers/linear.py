@@ -53,9 +53,11 @@ class Linear(Layer):
         self.out_features = checks.at_least(self.name, "out_features", out_features, 1)
         rows = max(TILE_BYTES // (4 * in_features) // _ROWS, 1) * _ROWS
         shape, rows = (out_features, in_features), rows if rows < out_features else 0
-        self.declare("weight", shape, weight_init or kaiming_uniform(), product=True, rows=rows)
+        begin = kaiming_uniform() if weight_init is None else weight_init
+        self.declare("weight", shape, begin, product=True, rows=rows)
         if bias:
-            self.declare("bias", (out_features,), bias_init or uniform_fan_in(in_features), product=False)
+            fan_in = uniform_fan_in(in_features)
+            self.declare("bias", (out_features,), fan_in if bias_init is None else bias_init, product=False)
 
     @property
     def biased(self) -> bool:

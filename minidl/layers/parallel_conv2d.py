@@ -250,7 +250,7 @@ class ChannelParallelConv2d(Conv2d):
         self._own = self._parts[group.rank]
         self._sum: tuple[Any, Work] | None = None
         shape = self.specs.pop().shape
-        self._declare_part("weight", shape, weight_init or kaiming_uniform(), product=True)
+        self._declare_part("weight", shape, kaiming_uniform() if weight_init is None else weight_init, product=True)
         if bias:
             self._declare_part("bias", shape[:1], uniform_fan_in(prod(shape[1:])), product=False)
 

@@ -40,9 +40,9 @@ class _CSBLayer(Layer):
             raise checks.bad_shape(self.name, "pattern", "(out, in), both at least 1", pattern.shape)
         self.pattern = pattern
         fan_in = uniform_fan_in(round(pattern.nnz / pattern.shape[0]))  # of an average output
-        self.declare("weight", (pattern.nnz,), weight_init or fan_in, product=True)
+        self.declare("weight", (pattern.nnz,), fan_in if weight_init is None else weight_init, product=True)
         if bias:
-            self.declare("bias", (pattern.shape[0],), bias_init or fan_in, product=False)
+            self.declare("bias", (pattern.shape[0],), fan_in if bias_init is None else bias_init, product=False)
 
     @staticmethod
     def _parts(dense: Any, bias: Any, blocksize: int | Pair | None, mask: Any) -> tuple[CSBPattern, dict[str, Any]]:
