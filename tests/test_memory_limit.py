@@ -276,6 +276,8 @@ def test_limits_that_cannot_be_are_refused():
     model = m.Model(models.build("resnet20", (32, 32, 3), 10))
     with pytest.raises(ValueError, match="model must be on a GPU, got 'one on the cpu'"):
         limit_memory(model, 8, 0.5)
+    with pytest.raises(TypeError, match="memory: model must be a Model, got Graph"):
+        limit_memory(model.graph, 8, 0.5)
 
 
 def test_a_reserve_is_left_to_others():

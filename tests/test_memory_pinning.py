@@ -236,6 +236,9 @@ def test_a_limit_too_small_names_the_step_its_tensors_and_what_is_enough():
     assert step.title in str(error) and largest.name in str(error) and str(p.floor) in str(error)
     assert error.needed == p.floor
     assert check(trace, pin(p, error.needed)).peak <= error.needed
+    for limit in ("1GB", None, float("inf")):
+        with pytest.raises(ValueError, match="memory: capacity must be a number of bytes, got"):
+            pin(p, limit)
 
 
 def test_enough_memory_gives_an_empty_plan():

@@ -184,6 +184,8 @@ def test_what_cannot_be_traced_is_refused():
     graph = models.build("resnet20", (32, 32, 3), 10)
     with pytest.raises(ValueError, match="batch must be an integer of at least 1, got 0"):
         record(graph, 0)
+    with pytest.raises(TypeError, match=r"graph must be a Graph, got Model .*; of a model: model.graph.unbound\(\)"):
+        record(m.Model(models.build("mlp", (8, 8, 1), 10)), 2)
     record(graph, 2)
     with pytest.raises(RuntimeError, match="build the graph again"):
         record(graph, 2)

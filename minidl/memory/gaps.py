@@ -70,7 +70,8 @@ class Problem:
         return int(self.usage.max())
 
     def require(self, capacity: int) -> None:
-        """Raise `Infeasible` when one step alone exceeds ``capacity`` bytes."""
+        """Raise `Infeasible` when one step alone exceeds ``capacity`` bytes, ValueError when that is no number."""
+        checks.number("memory", "capacity", capacity, "of bytes", lambda v: v < float("inf"))
         if capacity < self.floor:
             raise infeasible(self.trace, capacity, self.base.tolist())
 

@@ -279,6 +279,7 @@ def limit_memory(
         Infeasible: one pass alone needs more than the limit: which, its tensors, the smallest limit that is enough.
         ValueError: a limit that is none, more host memory than there is, a model that is not on a GPU.
     """
+    checks.instance("memory", "model", model, Model, "a Model", "memory.record takes a graph")
     if model.ops.name != "cuda":
         raise checks.bad_value("memory", "model", "on a GPU", f"one on the {model.ops.name}", "use device='cuda'")
     batch = checks.at_least("memory", "batch", batch, 1)

@@ -60,6 +60,7 @@ def record(
         ValueError: for a batch below one or an unknown precision.
         RuntimeError: when the graph's layers belong to a model already.
     """
+    checks.instance("record", "graph", graph, Graph, "a Graph", "of a model: model.graph.unbound()")
     modes = {"keep": {}, "ring": {"slots": None}, "momentum": {"in_momentum": True}}
     if gradients not in modes:
         raise checks.unknown("gradients", gradients, modes)
