@@ -267,6 +267,20 @@ def test_found_masks_are_fixed_while_training_goes_on(ops, rng):
     assert graph["a1"].layer.out_channels == found.masks["a1.weight"].any(axis=(1, 2, 3)).sum() < 6
 
 
+def test_an_average_under_the_masks_is_cut_as_the_weights_are(cpu_ops, rng):
+    model = m.Model(residual())
+    optimizer = PrunedSGD(model, 0.05, 0.9, pruning=Pruning(None, granularity="filter"))
+    average = m.WeightAverage(model)
+    take_steps(model, optimizer, batches(rng, model, 1))
+    optimizer.prune(0.5)
+    average.update()
+    with average.applied(), masked(model, optimizer.masks()):
+        averaged = model.state_dict()
+    cut, expected = (shrink(residual(), state)[0] for state in (averaged, model.state_dict()))
+    assert [repr(layer) for layer in cut.layers] == [repr(layer) for layer in expected.layers]
+    assert [repr(layer) for layer in cut.layers] != [repr(layer) for layer in residual().layers]
+
+
 def test_a_class_that_prunes_is_its_own_pruned_class():
     assert pruned(PrunedSGD) is PrunedSGD and pruned(pruned(m.AdamW)) is pruned(m.AdamW)
 
