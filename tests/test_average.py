@@ -67,6 +67,9 @@ def test_what_cannot_be_averaged_is_refused(cpu_ops, tmp_path, capsys):
     run.fit()
     with pytest.raises(ValueError, match="averaged weights does not fit: .* missing"):
         trainer(None, cpu_ops).resume(tmp_path / "run")
+    trainer(tmp_path / "averaged", cpu_ops, epochs=1).fit()
+    with pytest.raises(ValueError, match="of another run: average: averaged weights there, none here"):
+        trainer(None, cpu_ops, decay=None).resume(tmp_path / "averaged")
     with pytest.raises(ValueError, match='Trainer: average must be of the model, got "another model\'s"'):
         Trainer(
             run.model, run.optimizer, run.loss, run.train_loader, schedule=lambda step: 0.1, epochs=1,
