@@ -116,13 +116,14 @@ class Predictor:
             ValueError: images of another shape than the network takes.
         """
         comm, ops, task = self.model.comm, self.model.ops, self._task
+        # Before means and deviations of other channels are refused.
+        if (found := tuple(Loader(dataset, 1).recipe()["shape"])) != self.shape:
+            raise checks.bad_shape(_WHO, "images", f"{self.shape}, as in training", found)
         loader = Loader(
             dataset, batch, rank=comm.rank, size=comm.size, shuffle=False, mean=task["mean"], std=task["std"],
             dtype=self.model.precision.storage, workers=workers, transfer=ops.uploader(),
             normalise=ops.normalise if ops.name == "cuda" else None,
         )  # fmt: skip
-        if (found := tuple(loader.recipe()["shape"])) != self.shape:
-            raise checks.bad_shape(_WHO, "images", f"{self.shape}, as in training", found)
         for part in loader:
             logits = ops.to_host(self.model.forward(part.images, grad=False))
             yield Predicted(part.first_sample, _softmax(logits), ops.to_host(part.labels))

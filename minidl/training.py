@@ -461,9 +461,7 @@ def _callbacks(a: argparse.Namespace) -> list[Callback]:
 
 
 def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
-    """What a run must share with the checkpoint that it goes on from; an option that is left out is None, and no other
-    goes on from it.
-    """
+    """What a run must share with the checkpoint that it goes on from; None of an option that is left out, too."""
     names = ("model", "data", "batch", "augment", "model_options", "color_jitter", "mixup", "optimizer", "average")
     settings = {name: getattr(a, name) for name in names} | {"precision": mode.name}
     return settings | {"accumulate": a.accumulate if a.accumulate > 1 else None}
