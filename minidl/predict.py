@@ -88,7 +88,7 @@ class Predictor:
             precision = "fp32" if trained.tf32 and device == "cpu" else trained.name
         graph = self._graph(network)
         self.model = Model(graph, device=device, precision=precision, comm=comm).eval()
-        weights = _part(tensors, "model.") | _part(tensors, "average.")
+        weights = checkpoint.evaluated(tensors)
         checkpoint.match(self.model.state_dict(), weights, str(self.path), "--model names the network")
         self.model.load_state_dict(weights)
 
@@ -148,10 +148,6 @@ class Predictor:
             raise ValueError(checks.some(damaged.values()))
         parts = sorted((part for rank in self.model.comm.share(own) for part in rank), key=lambda part: part[0])
         return np.concatenate([probabilities for _, probabilities in parts if len(probabilities)])
-
-
-def _part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -54,10 +54,10 @@ def restore(trainer: Any, path: Path) -> None:
     """
     tensors, state = checkpoint.load(path)
     _require_fitting(path, tensors, state, trainer)
-    trainer.model.load_state_dict(_part(tensors, "model."))
-    trainer.optimizer.load_state_dict(_part(tensors, "optimizer."))
+    trainer.model.load_state_dict(checkpoint.part(tensors, "model"))
+    trainer.optimizer.load_state_dict(checkpoint.part(tensors, "optimizer"))
     if trainer.average is not None:
-        trainer.average.load_state_dict(_part(tensors, "average."))
+        trainer.average.load_state_dict(checkpoint.part(tensors, "average"))
     trainer.train_loader.restore(state["loader"])
     trainer.step, random = state["step"], trainer.model.random
     trainer.sums = Sums(*state.get("sums", ()))
@@ -69,10 +69,6 @@ def restore(trainer: Any, path: Path) -> None:
     agree(trainer)
 
 
-def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
 def _require_fitting(path: Path, tensors: Mapping[str, Any], state: Mapping[str, Any], trainer: Any) -> None:
     """Refuse what is no trainer's, or a run's with other settings, before anything is changed."""
     lacking = {"step", "random", "loader", "settings"} - state.keys()
@@ -80,7 +76,7 @@ def _require_fitting(path: Path, tensors: Mapping[str, Any], state: Mapping[str,
         raise ValueError(f"{path} is a checkpoint, but not a Trainer's: its state lacks {', '.join(sorted(lacking))}")
     order = {key: value for key, value in trainer.train_loader.state().items() if key not in ("epoch", "next_batch")}
     compared = {**_differing(state["settings"], trainer.settings), **_differing(state["loader"], order)}
-    if trainer.average is None and _part(tensors, "average."):
+    if trainer.average is None and checkpoint.part(tensors, "average"):
         compared.setdefault("average", "averaged weights there, none here")
     if compared:
         differing = "; ".join(f"{key}: {words}" for key, words in compared.items())

@@ -8,6 +8,7 @@ import pytest
 import minidl as m
 from minidl import cli, data, models, schedule
 from minidl.fusion import fold
+from minidl.interchange import import_weights
 from minidl.train import Trainer
 from tests.small_steps import batches, small_model
 from tests.tolerance import assert_same_arrays
@@ -60,6 +61,14 @@ def test_the_average_is_evaluated_and_training_takes_no_notice(ops, tmp_path):
     assert plain["test_loss"] == without.evaluate()[0]
     without.model.load_state_dict(without.model.state_dict() | with_one.average.state_dict())
     assert row["test_loss"] == without.evaluate()[0]
+
+
+def test_who_starts_from_the_checkpoint_has_what_was_evaluated(cpu_ops, tmp_path):
+    run = trainer(tmp_path, cpu_ops)
+    row = run.fit()
+    again = trainer(None, cpu_ops, decay=None)
+    assert import_weights(again.model, tmp_path).complete
+    assert again.evaluate()[0] == row["test_loss"]
 
 
 def test_what_cannot_be_averaged_is_refused(cpu_ops, tmp_path, capsys):
