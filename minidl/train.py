@@ -251,6 +251,7 @@ class Trainer:
         has come, move into ``previous/`` with its metrics.
         """
         row: dict[str, float] = {}
+        self.stopped = self.ended = self._wish = None  # of an earlier call: another goes on
         resuming.agree(self)
         for callback in self.callbacks:
             callback.begin(self)

@@ -139,6 +139,8 @@ def test_training_ends_when_nothing_gets_better(tmp_path):
     patient = scripted(figures, tmp_path, epochs=7, callbacks=[EarlyStop("test_figure", 4, "min")])
     patient.resume(tmp_path)
     assert patient.fit()["epoch"] == 6 and patient.ended is None, "0.2 came after three epochs of waiting"
+    run.callbacks[0].patience = 4
+    assert run.fit()["epoch"] == 6 and run.ended is None, "the same trainer goes on, too"
 
 
 def test_a_resumed_run_remembers_its_best(tmp_path):
