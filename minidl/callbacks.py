@@ -111,6 +111,10 @@ class KeepBest(_Watching):
         super().begin(trainer)
         if trainer.output is None:
             raise checks.order("KeepBest", "the trainer has no output folder", "pass output=")
+        for other in trainer.callbacks:
+            if other is not self and isinstance(other, KeepBest) and other.file == self.file:
+                expected = f"another than that of {other.key}"
+                raise checks.bad_value("KeepBest", f"file of {self.key}", expected, self.file, "pass file=")
 
     def epoch(self, trainer: Any, row: Mapping[str, float]) -> None:
         if self.improved(row):

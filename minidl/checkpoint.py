@@ -127,6 +127,17 @@ def load(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], dict[str, Any]
     return tensors, state
 
 
+def part(tensors: Mapping[str, np.ndarray], name: str) -> dict[str, np.ndarray]:
+    """Those of a Trainer's checkpoint that belong to its ``name``: "model", "optimizer" or "average"."""
+    prefix = f"{name}."
+    return {key.removeprefix(prefix): array for key, array in tensors.items() if key.startswith(prefix)}
+
+
+def evaluated(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The model of a Trainer's checkpoint as the run evaluated it: with averaged weights, where it had any."""
+    return part(tensors, "model") | part(tensors, "average")
+
+
 def step_path(folder: str | os.PathLike, step: int) -> Path:
     """Where the checkpoint of a training step lies in ``folder``."""
     return Path(folder) / f"checkpoint-{checks.at_least('checkpoint', 'step', step, 0):08d}{_SUFFIX}"

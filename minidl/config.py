@@ -42,11 +42,12 @@ def use_config(parser: argparse.ArgumentParser, path: str | Path) -> None:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from error
-    options = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
+    actions = (action for action in parser._actions if action.option_strings)
+    options = {action.dest: action for action in actions if action.dest not in ("help", "config")}
     defaults = {}
     for word, value in values.items():
         name = word.replace("-", "_")
-        if name not in options or name == "config":
+        if name not in options:
             raise ValueError(f"{path}: {checks.unknown('option', word, [o.replace('_', '-') for o in options])}")
         defaults[name] = _value(path, word, options[name], value)
     parser.set_defaults(**defaults)
@@ -63,6 +64,8 @@ def _value(path: str | Path, word: str, action: argparse.Action, value: Any) -> 
         if not all(isinstance(text, str) for text in texts):
             raise checks.bad_value(str(path), word, "a text or a list of texts", value)
         return texts
+    if action.nargs == "?" and isinstance(value, bool):  # the option without a value, or left out
+        return action.const if value else action.default
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise checks.bad_value(str(path), word, "a text or a number", value)
     try:

@@ -87,6 +87,8 @@ def import_weights(
 ) -> ImportReport:
     """Load a PyTorch state dict, or the model of a checkpoint, into ``model``.
 
+    Averaged weights, where the run had any, take the place of the others, as in its evaluation.
+
     Args:
         weights: a safetensors file, a folder of checkpoints, of which the newest counts, or arrays by name, as PyTorch
             has them. Names are torchvision's; timm's and those of wrapped models (``module.``) are understood for the
@@ -179,8 +181,7 @@ def _read(path: str | os.PathLike) -> tuple[dict[str, np.ndarray], bool]:
         if tensors.keys() == {"header", "codes", "plain"}:
             remedy = "sparse.load_compressed reads it, model.load_state_dict takes what that gives"
             raise checks.bad_value("weights", "path", "a file of arrays by name", f"a compressed one, {path}", remedy)
-        model = {name.removeprefix("model."): array for name, array in tensors.items() if name.startswith("model.")}
-        return model or tensors, True
+        return checkpoint.evaluated(tensors) or tensors, True
     except SafetensorError as error:
         remedy = "a PyTorch file is converted by safetensors.torch.save_file(torch.load(path), ...)"
         raise checks.bad_value("weights", "path", "a safetensors file", str(path), f"{error}; {remedy}") from error

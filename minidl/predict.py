@@ -88,7 +88,7 @@ class Predictor:
             precision = "fp32" if trained.tf32 and device == "cpu" else trained.name
         graph = self._graph(network)
         self.model = Model(graph, device=device, precision=precision, comm=comm).eval()
-        weights = _part(tensors, "model.") | _part(tensors, "average.")
+        weights = checkpoint.evaluated(tensors)
         checkpoint.match(self.model.state_dict(), weights, str(self.path), "--model names the network")
         self.model.load_state_dict(weights)
 
@@ -116,13 +116,14 @@ class Predictor:
             ValueError: images of another shape than the network takes.
         """
         comm, ops, task = self.model.comm, self.model.ops, self._task
+        # Before means and deviations of other channels are refused.
+        if (found := tuple(Loader(dataset, 1).recipe()["shape"])) != self.shape:
+            raise checks.bad_shape(_WHO, "images", f"{self.shape}, as in training", found)
         loader = Loader(
             dataset, batch, rank=comm.rank, size=comm.size, shuffle=False, mean=task["mean"], std=task["std"],
             dtype=self.model.precision.storage, workers=workers, transfer=ops.uploader(),
             normalise=ops.normalise if ops.name == "cuda" else None,
         )  # fmt: skip
-        if (found := tuple(loader.recipe()["shape"])) != self.shape:
-            raise checks.bad_shape(_WHO, "images", f"{self.shape}, as in training", found)
         for part in loader:
             logits = ops.to_host(self.model.forward(part.images, grad=False))
             yield Predicted(part.first_sample, _softmax(logits), ops.to_host(part.labels))
@@ -147,10 +148,6 @@ class Predictor:
             raise ValueError(checks.some(damaged.values()))
         parts = sorted((part for rank in self.model.comm.share(own) for part in rank), key=lambda part: part[0])
         return np.concatenate([probabilities for _, probabilities in parts if len(probabilities)])
-
-
-def _part(tensors: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): values for name, values in tensors.items() if name.startswith(prefix)}
 
 
 def _softmax(logits: np.ndarray) -> np.ndarray:

@@ -53,11 +53,11 @@ def restore(trainer: Any, path: Path) -> None:
         FileNotFoundError, ValueError: as `minidl.train.Trainer.resume`.
     """
     tensors, state = checkpoint.load(path)
-    _require_fitting(path, state, trainer.settings)
-    trainer.model.load_state_dict(_part(tensors, "model."))
-    trainer.optimizer.load_state_dict(_part(tensors, "optimizer."))
+    _require_fitting(path, tensors, state, trainer)
+    trainer.model.load_state_dict(checkpoint.part(tensors, "model"))
+    trainer.optimizer.load_state_dict(checkpoint.part(tensors, "optimizer"))
     if trainer.average is not None:
-        trainer.average.load_state_dict(_part(tensors, "average."))
+        trainer.average.load_state_dict(checkpoint.part(tensors, "average"))
     trainer.train_loader.restore(state["loader"])
     trainer.step, random = state["step"], trainer.model.random
     trainer.sums = Sums(*state.get("sums", ()))
@@ -69,21 +69,22 @@ def restore(trainer: Any, path: Path) -> None:
     agree(trainer)
 
 
-def _part(tensors: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
-
-
-def _require_fitting(path: Path, state: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Refuse what is no trainer's, or a run's with other settings."""
+def _require_fitting(path: Path, tensors: Mapping[str, Any], state: Mapping[str, Any], trainer: Any) -> None:
+    """Refuse what is no trainer's, or a run's with other settings, before anything is changed."""
     lacking = {"step", "random", "loader", "settings"} - state.keys()
     if lacking:
         raise ValueError(f"{path} is a checkpoint, but not a Trainer's: its state lacks {', '.join(sorted(lacking))}")
-    there = state["settings"]
-    differing = [
-        f"{key}: {there.get(key)!r} there, {value!r} here" for key, value in settings.items() if there.get(key) != value
-    ]
-    if differing:
-        raise ValueError(f"{path}: the checkpoint is of another run: {'; '.join(differing)}")
+    order = {key: value for key, value in trainer.train_loader.state().items() if key not in ("epoch", "next_batch")}
+    compared = {**_differing(state["settings"], trainer.settings), **_differing(state["loader"], order)}
+    if trainer.average is None and checkpoint.part(tensors, "average"):
+        compared.setdefault("average", "averaged weights there, none here")
+    if compared:
+        differing = "; ".join(f"{key}: {words}" for key, words in compared.items())
+        raise ValueError(f"{path}: the checkpoint is of another run: {differing}")
+
+
+def _differing(there: Mapping[str, Any], here: Mapping[str, Any]) -> dict[str, str]:
+    return {key: f"{there.get(key)!r} there, {value!r} here" for key, value in here.items() if there.get(key) != value}
 
 
 def agree(trainer: Any) -> None:

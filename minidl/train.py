@@ -60,7 +60,7 @@ class Trainer:
         output: folder for metrics and checkpoints, of one run at a time; None writes nothing.
         keep: newest checkpoints to keep.
         metrics: counted over the test set, by name: ``{"iou": Confusion(comm=comm)}`` makes a column ``test_iou``.
-        callbacks: told what happens, in this order; see `minidl.callbacks`.
+        callbacks: told what happens, in this order, of an epoch `KeepBest` last; see `minidl.callbacks`.
         report_every: steps between readings of the loss (a reading waits for the device).
         settings: JSON-able facts about the run, kept in the checkpoints and compared on resume.
         profile: told of every step, such as `minidl.bench.training.TrainingProfile`.
@@ -251,6 +251,7 @@ class Trainer:
         has come, move into ``previous/`` with its metrics.
         """
         row: dict[str, float] = {}
+        self.stopped = self.ended = self._wish = None  # of an earlier call: another goes on
         resuming.agree(self)
         for callback in self.callbacks:
             callback.begin(self)
@@ -327,8 +328,8 @@ class Trainer:
     def _tell_epoch(self, row: dict[str, float]) -> None:
         if self.callbacks:
             row = self.comm.share(row)[0]  # the ranks' clocks differ
-            for callback in self.callbacks:
-                callback.epoch(self, row)
+            for callback in sorted(self.callbacks, key=lambda one: isinstance(one, KeepBest)):
+                callback.epoch(self, row)  # KeepBest last: it writes the state of the others
             self._heed()
 
     def _stop_here(self, running: _Running) -> dict[str, float]:

@@ -236,7 +236,7 @@ class Training:
 
     def settings(self, optimizer: SGD) -> dict[str, Any]:
         """What a run must share with the checkpoint that it goes on from, beside the options."""
-        return {}
+        return {"pruning": None}
 
     def kept(self, a: argparse.Namespace) -> str:
         """Options to add, whose defaults follow --epochs, where more epochs are to go on with this run."""
@@ -461,10 +461,10 @@ def _callbacks(a: argparse.Namespace) -> list[Callback]:
 
 
 def _settings(a: argparse.Namespace, mode: Precision) -> dict[str, Any]:
-    """What a run must share with the checkpoint that it goes on from."""
-    names = ("model", "data", "batch", "augment", "model_options", "color_jitter", "mixup", "average")
-    settings = {name: getattr(a, name) for name in names if getattr(a, name) is not None} | {"precision": mode.name}
-    return settings | ({"accumulate": a.accumulate} if a.accumulate > 1 else {})
+    """What a run must share with the checkpoint that it goes on from; None of an option that is left out, too."""
+    names = ("model", "data", "batch", "augment", "model_options", "color_jitter", "mixup", "optimizer", "average")
+    settings = {name: getattr(a, name) for name in names} | {"precision": mode.name}
+    return settings | {"accumulate": a.accumulate if a.accumulate > 1 else None}
 
 
 def _compile_ahead(a: argparse.Namespace, graph: Graph, comm: Any) -> None:

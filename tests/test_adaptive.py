@@ -99,6 +99,15 @@ def test_a_clipped_norm_is_that_of_all_gradients_together(precision, ops, rng):
         np.testing.assert_allclose(moved[key], g / scale * 0.05 / norm, rtol=2e-3, atol=1e-6)
 
 
+def test_a_step_that_overflows_does_not_spoil_those_that_follow_when_norms_are_clipped(ops, rng):
+    """No pass writes what lies between the parameters: a NaN there would make every later step one that overflows."""
+    model, x, labels = model_and_batch(ops, rng, precision="fp16")
+    optimizer = m.SGD(model, 1.0, clip_norm=0.05)
+    for images in (np.full(x.shape, np.nan, f32), ops.to_host(x)):
+        step(model, optimizer, ops.from_host(images.astype(model.precision.storage)), labels, ops)
+    assert optimizer.skipped_steps == 1
+
+
 def test_clipped_values_bound_each_step(ops, rng):
     model, x, labels = model_and_batch(ops, rng)
     optimizer = m.SGD(model, 1.0, clip_value=1e-3)

@@ -8,6 +8,7 @@ import pytest
 import minidl as m
 from minidl import cli, data, models, schedule
 from minidl.fusion import fold
+from minidl.interchange import import_weights
 from minidl.train import Trainer
 from tests.small_steps import batches, small_model
 from tests.tolerance import assert_same_arrays
@@ -62,11 +63,22 @@ def test_the_average_is_evaluated_and_training_takes_no_notice(ops, tmp_path):
     assert row["test_loss"] == without.evaluate()[0]
 
 
+def test_who_starts_from_the_checkpoint_has_what_was_evaluated(cpu_ops, tmp_path):
+    run = trainer(tmp_path, cpu_ops)
+    row = run.fit()
+    again = trainer(None, cpu_ops, decay=None)
+    assert import_weights(again.model, tmp_path).complete
+    assert again.evaluate()[0] == row["test_loss"]
+
+
 def test_what_cannot_be_averaged_is_refused(cpu_ops, tmp_path, capsys):
     run = trainer(tmp_path / "run", cpu_ops, decay=None, epochs=1)
     run.fit()
     with pytest.raises(ValueError, match="averaged weights does not fit: .* missing"):
         trainer(None, cpu_ops).resume(tmp_path / "run")
+    trainer(tmp_path / "averaged", cpu_ops, epochs=1).fit()
+    with pytest.raises(ValueError, match="of another run: average: averaged weights there, none here"):
+        trainer(None, cpu_ops, decay=None).resume(tmp_path / "averaged")
     with pytest.raises(ValueError, match='Trainer: average must be of the model, got "another model\'s"'):
         Trainer(
             run.model, run.optimizer, run.loss, run.train_loader, schedule=lambda step: 0.1, epochs=1,

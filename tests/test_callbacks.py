@@ -121,6 +121,13 @@ def test_what_is_better_follows_the_mode(metric, mode, figures, best):
     assert keep.best == best
 
 
+def test_the_best_checkpoint_holds_what_the_others_know_by_then(tmp_path):
+    callbacks = [KeepBest("test_figure"), EarlyStop("test_figure", patience=3, mode="max")]
+    scripted([1.0, 0.5, 2.0], tmp_path, callbacks=callbacks).fit()
+    found = checkpoint.load(tmp_path / "best.safetensors")[1]["callbacks"]["EarlyStop(test_figure)"]
+    assert found == {"best": 2.0, "waited": 0}
+
+
 def test_training_ends_when_nothing_gets_better(tmp_path):
     figures = [1.0, 0.9, 0.95, 0.89, 0.9, 0.2, 0.1]
     run = scripted(figures, tmp_path, epochs=7, callbacks=[EarlyStop("test_figure", 2, "min", min_delta=0.05)])
@@ -132,6 +139,8 @@ def test_training_ends_when_nothing_gets_better(tmp_path):
     patient = scripted(figures, tmp_path, epochs=7, callbacks=[EarlyStop("test_figure", 4, "min")])
     patient.resume(tmp_path)
     assert patient.fit()["epoch"] == 6 and patient.ended is None, "0.2 came after three epochs of waiting"
+    run.callbacks[0].patience = 4
+    assert run.fit()["epoch"] == 6 and run.ended is None, "the same trainer goes on, too"
 
 
 def test_a_resumed_run_remembers_its_best(tmp_path):
@@ -183,6 +192,8 @@ def test_what_cannot_be_is_refused(tmp_path):
         EarlyStop(patience=0)
     with pytest.raises(RuntimeError, match="KeepBest: the trainer has no output folder; pass output="):
         trainer(callbacks=[KeepBest()]).fit()
+    with pytest.raises(ValueError, match="file of KeepBest.test_loss. must be another than that of KeepBest.test_acc"):
+        trainer(tmp_path, callbacks=[KeepBest("test_loss"), KeepBest("test_accuracy")]).fit()
     with pytest.raises(ValueError, match="unknown metric of KeepBest 'test_acc'; did you mean 'test_accuracy'"):
         trainer(tmp_path, callbacks=[KeepBest("test_acc")]).fit()
     run = trainer()

@@ -25,6 +25,8 @@ def test_a_files_words_are_the_options_and_the_command_line_wins(tmp_path):
     assert a.augment is True and a.lr is None and a.freeze == []
     assert parsed(tmp_path, 'freeze = "fc.*"').freeze == ["fc.*"]
     assert parsed(tmp_path, 'freeze = ["conv1.*", "bn1.*"]').freeze == ["conv1.*", "bn1.*"]
+    a = parsed(tmp_path, "keep-best = true\nresume = false")
+    assert (a.keep_best, a.resume) == ("test_accuracy", None)
     assert parsed(tmp_path, text).batch == 96 and parsed(tmp_path, text).augment is False
 
 
@@ -34,7 +36,7 @@ def test_a_files_words_are_the_options_and_the_command_line_wins(tmp_path):
         ("batch = ", "not TOML"),
         ("bacth = 8", "did you mean 'batch'"),
         ("help = true", "unknown option 'help'"),
-        ('config = "other.toml"', "unknown option 'config'"),
+        ('config = "other.toml"', "unknown option 'config'; known: "),
         ('batch = "many"', "batch must be of the kind int, got 'many'"),
         ("batch = 1.5", "batch must be of the kind int, got 1.5"),
         ("batch = true", "batch must be a text or a number, got True"),

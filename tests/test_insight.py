@@ -258,6 +258,14 @@ def test_equal_backends_do_not_differ(cpu_ops):
     assert len(found) > 200 and all(d.relative == 0 for d in found)
 
 
+@pytest.mark.parametrize("name", ["densenet121", "unet"])
+def test_layers_that_leave_work_to_the_next_are_compared_by_what_that_makes(name, cpu_ops):
+    """Concatenations with room for more, poolings that leave the mask of a ReLU."""
+    options = {"width": 4, "depth": 2} if name == "unet" else {}
+    both = [m.Model(models.build(name, (32, 32, 3), 2, **options)) for _ in range(2)]
+    assert all(d.relative == 0 for d in compare(*both, batch=2))
+
+
 def test_the_layer_that_differs_is_named_and_no_other(cpu_ops, monkeypatch):
     left, right = pair()
     broken = right.graph["layer2.1.conv1"].layer

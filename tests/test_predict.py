@@ -218,6 +218,8 @@ def test_a_checkpoint_of_python_has_to_name_its_network(tmp_path):
         Predictor(tmp_path, network="resnet20")
     with pytest.raises(ValueError, match=r"images must have shape \(6, 5, 3\), as in training, got \(2, 2, 3\)"):
         predictor.predict(data.ArrayDataset(np.zeros((1, 2, 2, 3), np.float32), np.zeros(1, int), 2))
+    with pytest.raises(ValueError, match=r"images must have shape \(6, 5, 3\), as in training, got \(6, 5, 1\)"):
+        predictor.predict(data.ArrayDataset(np.zeros((1, 6, 5, 1), np.float32), np.zeros(1, int), 2))
     trained(tmp_path / "named", settings={"model": "mlp"})
     assert len(Predictor(tmp_path / "named").predict(dataset)) == 8
     checkpoint.save(tmp_path / "other.safetensors", {}, {})

@@ -79,6 +79,9 @@ def test_the_command_that_the_last_line_names_trains_on(tmp_path, capsys):
     assert "epoch 4/4" in capsys.readouterr().out
     prune(tmp_path, "--prune-end", "1", "--resume", epochs=4)
     assert capsys.readouterr().out.splitlines()[1].endswith("is at epoch 4; raise --epochs to go on")
+    with pytest.raises(SystemExit):  # the masks would be lost
+        cli.main(["train", *SMALL, "--lr", "0.05", "--output", str(tmp_path), "--epochs", "5", "--resume"])
+    assert re.search(r"of another run: pruning: \WPruning.* there, None here\n$", capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("granularity", ["weight", "filter"])

@@ -183,7 +183,7 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path):
         trainer(tmp_path, settings={"model": "resnet18"}).resume(tmp_path)
     with pytest.raises(ValueError, match="does not fit"):
         trainer(tmp_path, model="mlp").resume(tmp_path)
-    with pytest.raises(ValueError, match="seed"):
+    with pytest.raises(ValueError, match="of another run: seed: 0 there, 1 here"):
         trainer(tmp_path, seed=1, settings={"model": "resnet20"}).resume(tmp_path)
     with pytest.raises(FileNotFoundError):
         trainer(tmp_path).resume(tmp_path / "nowhere")

@@ -90,7 +90,7 @@ def test_the_command_trains_with_every_optimizer(optimizer, tmp_path, capsys):
     status, out, err = run_cli(capsys, *common, *options, "--epochs", "1")
     assert status == 0 and err == "" and "test accuracy" in out
     status, _, err = run_cli(capsys, *common, "--epochs", "2", "--resume")
-    assert status == 2 and "optimizer state does not fit" in err
+    assert status == 2 and f"optimizer: '{optimizer}' there, 'sgd' here" in err
     if optimizer != "lars":
         status, _, err = run_cli(capsys, *common, "--optimizer", optimizer, "--momentum", "0.9")
         assert status == 2 and f"--momentum is for sgd and lars, not for {optimizer}" in err
@@ -138,6 +138,8 @@ def test_the_command_mixes_changes_colours_and_keeps_the_best(tmp_path, capsys):
     assert status == 0 and "nothing left to do: test_loss" in out and "--patience" in out
     status, _, err = run_cli(capsys, *common, *size, "--mixup", "0.2", "--resume")
     assert status == 2 and "mixup: 0.4 there, 0.2 here" in err
+    status, _, err = run_cli(capsys, *common, *size, "--resume")
+    assert status == 2 and "color_jitter: 0.2 there, None here; mixup: 0.4 there, None here" in err
 
 
 def test_the_command_tells_iou_of_label_maps_and_top5_of_many_classes(tmp_path, capsys):

@@ -19,6 +19,7 @@ from minidl.loss import SoftmaxCrossEntropy
 from minidl.model import Model
 from minidl.precision import precision
 from minidl.profile.tables import show
+from minidl.value import Value, finished, materialize
 
 # What the worse of the two precisions may be off, relative to the largest value of a tensor: some roundings of storage,
 # and of products in TF32.
@@ -149,15 +150,17 @@ class _Walk:
 
     def forward(self, index: int, inputs: Sequence[np.ndarray]) -> np.ndarray:
         layer = self.model.graph.nodes[index].layer
-        return self.model.ops.to_host(layer.forward(*map(self._to_device, inputs), grad=True))
+        y, ops = layer.forward(*map(self._to_device, inputs), grad=True), self.model.ops
+        return ops.to_host(materialize(ops, y).array if isinstance(y, Value) else y)
 
     def backward(self, index: int, dy: np.ndarray) -> tuple[list[np.ndarray], dict[str, np.ndarray]]:
         """Input gradients, and parameter gradients by name."""
-        layer, host = self.model.graph.nodes[index].layer, self.model.ops.to_host
+        layer, ops = self.model.graph.nodes[index].layer, self.model.ops
         dx = layer.backward(self._to_device(dy))
         gradients = layer.params.gradients() if layer.specs else {}
         parts = dx if isinstance(dx, tuple) else (dx,)
-        return [host(part) for part in parts], {name: host(g) for name, g in gradients.items()}
+        dense = [ops.to_host(finished(ops, part)) for part in parts]
+        return dense, {name: ops.to_host(g) for name, g in gradients.items()}
 
 
 def _difference(layer: str, what: str, ours: np.ndarray, theirs: np.ndarray) -> Difference:

@@ -127,10 +127,11 @@ def clip_norm(grad: Array, square: Array, limit: float, control: Array) -> None:
     """Scale ``grad`` in place so that its norm is at most ``limit``, times the loss scale of ``control``.
 
     Args:
-        square: (1,) float64, the sum of squares that counts: of `gradient_square`, or of several arenas together.
+        square: (1,) float64, the sum of squares that counts: of `gradient_square`, or of several arenas together; where
+            it is NaN, nothing changes: what lies between the parameters, and no pass writes again, would stay NaN.
     """
     norm, most = np.float32(np.sqrt(square[0])), np.float32(limit) * control[LOSS_SCALE]
-    if not norm <= most:
+    if norm > most:
         grad *= most / norm
 
 

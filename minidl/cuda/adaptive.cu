@@ -247,7 +247,7 @@ clip_norm(float* __restrict__ grad, const double* __restrict__ total, const floa
     const i64 i = first_element();
     if (i >= n) return;
     const float norm = float(sqrt(total[0])), most = limit * control[LOSS_SCALE];
-    if (norm <= most) return;
+    if (!(norm > most)) return;  // a NaN would stay in what lies between the parameters, which no pass writes again
     const float factor = most / norm;
     Four g(grad + i);
 #pragma unroll

@@ -156,6 +156,8 @@ def dataset(name: str, path: str | Path | None = None, split: str = "train", **o
         if not isinstance(found, Dataset) or not hasattr(found, "num_classes"):
             remedy = "an ArrayDataset is one"
             raise checks.bad_dtype(name, "result", "a data set with num_classes", type(found).__name__, remedy)
+        if not len(found):
+            raise checks.bad_value(name, f"result for split={split!r}", "a data set with images", "none")
         return found
     if name not in _FACTORIES:
         error = checks.unknown("data set", name, _FACTORIES)

@@ -52,8 +52,12 @@ def require_same_arrays(
     require_same(comm, what, [_fingerprint(name, array) for name, array in pairs], remedy)
 
 
-def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[Any]:
+def together(comm: Communicator, what: str, attempt: Callable[[], Any], name: str = "") -> list[Any]:
     """Run ``attempt`` on every rank and return all results in rank order; a collective.
+
+    Args:
+        what: the attempt, in words.
+        name: of the collective, where the words of one group differ from those of another.
 
     Raises:
         RuntimeError: on every rank, when it raised on some, naming these and their errors.
@@ -63,7 +67,7 @@ def together(comm: Communicator, what: str, attempt: Callable[[], Any]) -> list[
         value = attempt()
     except Exception as error:
         problem, cause = f"{type(error).__name__}: {error}", error
-    outcomes = comm.share((value, problem), what)
+    outcomes = comm.share((value, problem), name or what)
     failed = {rank: text for rank, (_, text) in enumerate(outcomes) if text is not None}
     if failed:
         raise RuntimeError(f"{what} failed: {by_value(failed.values(), failed)}") from cause

@@ -235,10 +235,11 @@ def _shared_memory(control: MPICommunicator, size: int, own: list[tuple[int, int
     """
     rank = control.local_rank
     what = f"sharing {size / 2**20:.1f} MiB of memory between the ranks of a host"
-    names = together(control, what, lambda: _make_file(size) if rank == 0 else "")
+    call = "sharing memory"  # groups may share more or less
+    names = together(control, what, lambda: _make_file(size) if rank == 0 else "", call)
     name, opened = names[control.host_ranks[0]], []
     try:
-        together(control, what, lambda: opened.append(_open_file(name, size, own)))
+        together(control, what, lambda: opened.append(_open_file(name, size, own)), call)
     finally:
         if rank == 0:
             with suppress(OSError):

@@ -194,8 +194,10 @@ class CommunicatorLaws:
         halo = group.start_exchange(
             {other: self.send(np.full(1, rank, "float32")) for other in next_one}, {other: got for other in before}
         )
-        arena = place(group, self.send(self.make(shape, "float32")))
+        arena = place(group, self.send(self.make((1000 + 80000 * (rank % 2),), "float32")))  # more memory than another
         group.all_reduce(arena)
+        rounded = self.send(self.make(shape, bfloat16))
+        group.all_reduce(rounded)
         told = group.share(rank)
         group.barrier()
         work.wait()
@@ -203,6 +205,8 @@ class CommunicatorLaws:
         expected = sum(self.make(shape, "float32", member) for member in members)
         np.testing.assert_array_equal(self.ops.to_host(total), expected)
         np.testing.assert_array_equal(self.ops.to_host(started), expected)
+        np.testing.assert_array_equal(self.ops.to_host(rounded).astype("float32"), expected)
+        expected = sum(self.make(arena.shape, "float32", member) for member in members)
         np.testing.assert_array_equal(self.ops.to_host(arena), expected)
         np.testing.assert_array_equal(
             self.ops.to_host(gathered), np.stack([self.make(shape, "uint8", member) for member in members])
